@@ -1,0 +1,233 @@
+"""What a tree is, and how a value finds the function that turns it into one.
+
+A *tree* holds what JSON holds exactly: ``None``, ``bool``, ``int`` within signed 64 bits, finite ``float``, ``str``
+that encodes to UTF-8, lists, and dicts with ``str`` keys without the key ``"$"``. All other values become an
+*envelope*: a dict whose key ``"$"`` names its kind. What stands under the other keys of an envelope is a tree again,
+so whoever walks over a tree needs no knowledge of the envelopes.
+
+Two tables hold the rules: ``ENCODERS`` by the exact type of a value (a subclass is never taken for its base, its type
+would be lost), ``DECODERS`` by the kind of an envelope. ``codec_plain``, ``codec_classes`` and ``codec_exceptions``
+hold the rules.
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from dalsegno.errors import CodecError
+
+Tree: TypeAlias = "bool | int | float | str | list[Tree] | dict[str, Tree] | None"
+Encoder: TypeAlias = Callable[[Any, int], Tree]
+
+#: Levels of lists and dicts in a tree. The storage form allows 254; what is left is for the record around the tree.
+MAX_DEPTH = 200
+
+
+_T = TypeVar("_T")
+
+
+def per_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Keep what a function has found out about a class."""
+    return functools.cache(function)
+
+
+class Fault(Exception):
+    """A value that cannot be encoded; collects the path to it on the way out. Never leaves the codec."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path: list[str] = []  # innermost part first
+
+    def message(self, root: str) -> str:
+        parts = self.path[::-1]
+        if len(parts) > 12:
+            parts = [*parts[:8], "...", *parts[-2:]]
+        return f"cannot record {root}{''.join(parts)}: {self.reason}"
+
+
+class _Encoders(dict[type, Encoder]):
+    """Type -> encoder; a type that is met for the first time is asked of the ``makers`` in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makers: list[Callable[[type], Encoder | None]] = []
+
+    def __missing__(self, cls: type) -> Encoder:
+        for make in self.makers:
+            encoder = make(cls)
+            if encoder is not None:
+                self[cls] = encoder
+                return encoder
+        raise Fault(f"no rule for {cls!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """How an envelope is opened, and which keys it must and may have besides."""
+
+    open: Callable[[dict[str, Any]], object]
+    required: frozenset[str]
+    optional: frozenset[str]
+
+
+ENCODERS = _Encoders()
+DECODERS: dict[str, Envelope] = {}
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
+
+def envelope(
+    kind: str, required: str = "v", optional: str = ""
+) -> Callable[[Callable[[dict[str, Any]], object]], Callable[[dict[str, Any]], object]]:
+    """Declare the function that opens envelopes of ``kind``; the keys are separated by spaces."""
+
+    def declare(function: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+        keys = frozenset(required.split()) | {"$"}
+        DECODERS[kind] = Envelope(function, keys, keys | frozenset(optional.split()))
+        return function
+
+    return declare
+
+
+# --- values to trees ------------------------------------------------------------------------------------------------
+
+
+def encode_value(value: object, depth: int) -> Tree:
+    """The tree of a value that is ``depth`` levels down; raises ``Fault``."""
+    return ENCODERS[type(value)](value, depth)
+
+
+def encode_dict(value: dict[Any, Any], depth: int) -> Tree:
+    if depth >= MAX_DEPTH:
+        raise too_deep()
+    out: dict[str, Tree] = {}
+    key: object = None
+    try:
+        for key, item in value.items():
+            if type(key) is not str or key == "$" or not (key.isascii() or is_utf8(key)):
+                break
+            cls = type(item)
+            out[key] = item if cls is str and item.isascii() else ENCODERS[cls](item, depth + 1)
+        else:
+            return out
+    except Fault as fault:
+        fault.path.append(f"[{short_repr(key)}]")
+        raise
+    return ENCODERS[AnyDict](value, depth)
+
+
+class AnyDict:
+    """Stands in ``ENCODERS`` for the dicts that JSON cannot hold."""
+
+
+def encode_list(value: list[Any] | tuple[Any, ...], depth: int) -> list[Tree]:
+    if depth >= MAX_DEPTH:
+        raise too_deep()
+    out: list[Tree] = []
+    try:
+        for item in value:
+            cls = type(item)
+            out.append(item if cls is str and item.isascii() else ENCODERS[cls](item, depth + 1))
+    except Fault as fault:
+        fault.path.append(f"[{len(out)}]")
+        raise
+    return out
+
+
+def encode_fields(value: dict[str, Any], depth: int) -> Tree:
+    """Like ``encode_dict``, for the attributes of an object: the path says ``.name``."""
+    if depth >= MAX_DEPTH:
+        raise too_deep()
+    out: dict[str, Tree] = {}
+    name = ""
+    try:
+        for name, item in value.items():
+            if type(name) is not str or name == "$" or not is_utf8(name):
+                break
+            out[name] = ENCODERS[type(item)](item, depth + 1)
+        else:
+            return out
+    except Fault as fault:
+        fault.path.append(f".{name}")
+        raise
+    return encode_dict(value, depth)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a string has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def too_deep() -> Fault:
+    return Fault(f"it is nested more than {MAX_DEPTH} levels deep, or contains itself; record a flatter value")
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 200
+
+
+def short_repr(value: object, limit: int = 60) -> str:
+    """A ``repr`` for messages that is short and never raises."""
+    try:
+        text = _repr.repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, its repr() raises {type(error).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+# --- trees to values ------------------------------------------------------------------------------------------------
+
+
+def decode_value(tree: Tree) -> object:
+    """The value of a tree; raises ``CodecError``, or ``RecursionError`` for a tree that no encoder has made."""
+    cls = type(tree)
+    if cls is dict:
+        if "$" in tree:  # type: ignore[operator]
+            return _open(tree)  # type: ignore[arg-type]
+        return {key: item if type(item) in _ATOMS else decode_value(item) for key, item in tree.items()}  # type: ignore[union-attr]
+    if cls is list:
+        return [item if type(item) in _ATOMS else decode_value(item) for item in tree]  # type: ignore[union-attr]
+    if cls in _ATOMS:
+        return tree
+    raise CodecError(
+        f"cannot load {short_repr(tree)}: a tree holds no {type(tree).__name__}; it is not a recorded value"
+    )
+
+
+def _open(tree: dict[str, Tree]) -> object:
+    kind = tree["$"]
+    rule = DECODERS.get(kind) if type(kind) is str else None
+    if rule is None:
+        raise CodecError(
+            f"cannot load a recorded value of the kind {short_repr(kind)}: this release does not know it; the record "
+            "is damaged, or was written by a newer release, which can read it"
+        )
+    keys = tree.keys()
+    if not (rule.required <= keys and keys <= rule.optional):
+        raise damaged(tree, f"its keys must be {sorted(rule.required)}")
+    try:
+        return rule.open(tree)
+    except (CodecError, RecursionError, MemoryError):
+        raise
+    except Exception as error:
+        raise damaged(tree, f"{type(error).__name__}: {error}") from error
+
+
+def damaged(tree: Tree, reason: str) -> CodecError:
+    return CodecError(f"cannot load the recorded value {short_repr(tree, 120)}: it is damaged or foreign ({reason})")
+
+
+def decode_mapping(tree: Tree) -> dict[str, Any]:
+    """Decode the attributes of an object: a dict with ``str`` keys."""
+    found = decode_value(tree)
+    if type(found) is not dict or any(type(key) is not str for key in found):
+        raise damaged(tree, "names with values were expected")
+    return found
