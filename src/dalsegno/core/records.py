@@ -1,0 +1,211 @@
+"""Records, and the task action state that they add up to.
+
+Recording is append-only. Each step of an action task is one small record; nothing is ever rewritten.
+
+=========== ===================================================================================================
+kind        holds
+=========== ===================================================================================================
+requested   a call is about to start: its number, name, argument fingerprint, effect, arguments, attempt
+completed   its outcome, a result or the exception that the action caught
+called      both in one, for a `read` call, which needs no record before it starts
+failed      an attempt raised and the exception left the action; not final
+parked      the message was set aside, with the reason; nothing else changes
+done        the action task is done: its memory updates and output events; ``last`` ends the message
+=========== ===================================================================================================
+
+The first record of an action task also carries its header ``task``: the action, the event type, who sent the event, and
+for the input event the fingerprint of the message's content. Any record may carry ``open``: calls that were in flight
+when it was written and have no record of their own yet.
+
+The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from dalsegno.core.transitions import CallStatus, advance
+from dalsegno.errors import RecordError
+
+FORMAT_VERSION = 1
+
+
+class Record(NamedTuple):
+    """One step of one action task, as a store keeps it.
+
+    *key* is the canonical form of the message key, *message* the id of the message, *task* the identity of the action
+    task, *body* UTF-8 JSON.
+    """
+
+    key: bytes
+    message: str
+    task: str
+    body: bytes
+
+
+@dataclass(slots=True)
+class CallState:
+    """What is recorded of one durable call."""
+
+    number: int
+    name: str
+    arguments: str
+    alone: bool
+    effect: str = "read"
+    status: CallStatus = CallStatus.NEW
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    result: Any = None
+    error: Any = None
+    """The tree of the exception, when the outcome is one."""
+    unsure: bool = False
+    """Whether the exception may still have been on its way out of the action when it was recorded."""
+
+
+@dataclass(slots=True)
+class TaskActionState:
+    """What is recorded of one action task: the fold of its records."""
+
+    key: bytes
+    message: str
+    task: str
+    action: str = ""
+    event_type: str = ""
+    sender: str = ""
+    index: int = 0
+    content: str | None = None
+    """Fingerprint of the message's content, in the task of its input event."""
+    calls: dict[int, CallState] = field(default_factory=dict)
+    short_term: list[dict[str, Any]] = field(default_factory=list)
+    sensory: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    done: bool = False
+    last: bool = False
+    parked: str | None = None
+
+
+def encode_body(kind: str, fields: dict[str, Any]) -> bytes:
+    return orjson.dumps({"v": FORMAT_VERSION, "kind": kind, **fields})
+
+
+def fold(records: Iterable[Record]) -> list[TaskActionState]:
+    """The states of the action tasks of *records*, in the order of their first record.
+
+    Raises `RecordError` for a record that is damaged, too new, or does not fit what is recorded before it.
+    """
+    states: dict[tuple[bytes, str, str], TaskActionState] = {}
+    for record in records:
+        identity = (record.key, record.message, record.task)
+        state = states.get(identity)
+        if state is None:
+            state = states[identity] = TaskActionState(*identity)
+        _apply(state, record)
+    return list(states.values())
+
+
+def by_message(states: Iterable[TaskActionState]) -> dict[str, list[TaskActionState]]:
+    """The states of each message, in recorded order."""
+    messages: dict[str, list[TaskActionState]] = {}
+    for state in states:
+        messages.setdefault(state.message, []).append(state)
+    return messages
+
+
+def _apply(state: TaskActionState, record: Record) -> None:
+    where = (
+        f"record of key {record.key.decode(errors='replace')}, message {record.message!r}, action task {record.task!r}"
+    )
+    body = _load(record, where)
+    try:
+        if "task" in body:
+            _header(state, body["task"])
+        elif not state.action:
+            raise RecordError(
+                f"{where}: the first record of an action task has no header, so what it belongs to is not known"
+            )
+        if state.done:
+            raise RecordError(f"{where}: a {body['kind']!r} record follows the end of its action task")
+        for number, name, arguments, alone in body.get("open", ()):
+            _call(state, "open", {"call": number, "name": name, "args_digest": arguments, "alone": alone}, where)
+        _KINDS[body["kind"]](state, body, where)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RecordError(
+            f"{where}: it is not what this version writes ({type(error).__name__}: {error}): {record.body[:200]!r}"
+        ) from error
+
+
+def _load(record: Record, where: str) -> dict[str, Any]:
+    try:
+        body: Any = orjson.loads(record.body)
+    except orjson.JSONDecodeError as error:
+        raise RecordError(f"{where} is damaged, it is not JSON ({error}): {record.body[:200]!r}") from error
+    version = body.get("v") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not isinstance(version, int):
+        raise RecordError(f"{where} is not a record of this library: {record.body[:200]!r}")
+    if version > FORMAT_VERSION:
+        raise RecordError(
+            f"{where} has format version {version}; this version of dalsegno reads up to {FORMAT_VERSION}: install "
+            "the version that wrote it, or a newer one"
+        )
+    return body
+
+
+def _header(state: TaskActionState, header: dict[str, Any]) -> None:
+    state.action = header["action"]
+    state.event_type = header["event"]
+    state.sender = header["sender"]
+    state.index = header["index"]
+    state.content = header.get("content")
+
+
+def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -> CallState:
+    number = body["call"]
+    call = state.calls.get(number)
+    if call is None:
+        call = state.calls[number] = CallState(number, body["name"], body["args_digest"], body.get("alone", False))
+    if kind == "failed" and call.status is CallStatus.COMPLETED and not call.unsure:
+        raise RecordError(f"{where}, call {number} ({call.name}): its outcome was final, but a failure follows it")
+    call.status = advance(call.status, kind, f"{where}, call {number} ({call.name})")
+    if "args" in body:
+        call.args, call.kwargs, call.effect = body["args"], body.get("kwargs", {}), body["effect"]
+        call.attempt = body.get("attempt", 1)
+    if "error" in body:
+        call.error, call.unsure = body["error"], body.get("unsure", False)
+    elif call.status is CallStatus.COMPLETED:
+        call.result, call.error = body["result"], None
+    return call
+
+
+def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    _call(state, body["kind"], body, where)
+
+
+def _parked(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    state.parked = body["reason"]
+
+
+def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    state.done, state.last, state.parked = True, body.get("last", False), None
+    state.short_term = body.get("memory", [])
+    state.sensory = body.get("sensory", [])
+    state.events = body.get("events", [])
+
+
+_KINDS = {
+    "requested": _outcome,
+    "completed": _outcome,
+    "called": _outcome,
+    "failed": _outcome,
+    "parked": _parked,
+    "done": _done,
+}
+
+
+def uncovered(records: Sequence[Record], covered: set[tuple[bytes, str]]) -> list[Record]:
+    """*records* without those of the covered messages."""
+    return [record for record in records if (record.key, record.message) not in covered]

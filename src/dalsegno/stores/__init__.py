@@ -1,0 +1,78 @@
+"""Where task action states are kept: `open_store` chooses by URL.
+
+Modules: ``base`` is the contract, ``memory`` its model, ``sqlite`` the embedded default. A store of another package
+registers the scheme of its URLs as an entry point of the group ``dalsegno.stores``; its object takes the URL and
+returns a `TaskActionStore`. Whether it keeps the contract is what `dalsegno.testing.stores` tests.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from dalsegno.errors import DefinitionError
+from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+
+__all__ = ["Covered", "PruneReport", "TaskActionStore", "open_store"]
+
+ENTRY_POINTS = "dalsegno.stores"
+
+
+def open_store(url: str | TaskActionStore) -> TaskActionStore:
+    """The store that *url* names, not yet open; a store is returned as it is.
+
+    ``memory://``, ``sqlite:///relative.db``, ``sqlite:////absolute.db``, or the scheme of an installed package. Raises
+    `DefinitionError` for anything else.
+    """
+    if isinstance(url, TaskActionStore):
+        return url
+    if not isinstance(url, str):
+        raise DefinitionError(f"a store is a URL or a TaskActionStore, not {url!r} ({type(url).__name__})")
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise DefinitionError(f"{url!r} is not the URL of a store; for a file write {f'sqlite:///{url}'!r}")
+    if scheme in _BUILT_IN:
+        return _BUILT_IN[scheme](url, rest)
+    registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if scheme not in registered:
+        known = ", ".join(f"{name}://" for name in sorted({*_BUILT_IN, *registered}))
+        raise DefinitionError(f"no store is registered for {url!r}; there are {known}. Is a package not installed?")
+    return _third_party(registered[scheme], url)
+
+
+def _memory(url: str, rest: str) -> TaskActionStore:
+    from dalsegno.stores.memory import MemoryStore
+
+    if rest:
+        raise DefinitionError(f"{url!r}: the memory store has no name; write 'memory://'")
+    return MemoryStore()
+
+
+def _sqlite(url: str, rest: str) -> TaskActionStore:
+    from dalsegno.stores.sqlite import SqliteStore
+
+    name = rest.removeprefix("/")
+    if name in ("", ":memory:"):
+        raise DefinitionError(f"{url!r} names no file; for a store in memory write 'memory://'")
+    if name == rest:
+        raise DefinitionError(f"{url!r} has two slashes: write 'sqlite:///{rest}', or four for an absolute path")
+    if "?" in name:
+        raise DefinitionError(
+            f"{url!r}: the SQLite store has no options; for a file of that name use SqliteStore(path)"
+        )
+    return SqliteStore(Path(name).expanduser())
+
+
+_BUILT_IN = {"memory": _memory, "sqlite": _sqlite}
+
+
+def _third_party(point: EntryPoint, url: str) -> TaskActionStore:
+    origin = f"{point.value!r}" + (f" of package {point.dist.name!r}" if point.dist else "")
+    try:
+        factory = point.load()
+    except (ImportError, AttributeError) as error:
+        raise DefinitionError(f"the store of {url!r}, {origin}, cannot be imported: {error}") from error
+    store = factory(url)
+    if not isinstance(store, TaskActionStore):
+        raise DefinitionError(f"{origin} made {store!r} of {url!r}, which is not a TaskActionStore")
+    return store

@@ -1,0 +1,462 @@
+"""The conformance suite of task action stores: every store passes all of it, as one subclass.
+
+::
+
+    class TestMyStore(StoreSuite):
+        def make(self, place: Path) -> TaskActionStore:
+            return MyStore(place / "store")
+
+        async def displace(self, place: Path, job: str) -> None:
+            ...  # make the present owner lose its job, behind its back
+
+The class attributes are capabilities. One that is declared and not found is a failure, never a skip. Test methods are
+coroutines run by `asyncio.run`; no pytest plugin is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from dalsegno.core.records import Record, TaskActionState, encode_body, fold
+from dalsegno.errors import FencedError, OwnershipError, RecordError, StoreError
+from dalsegno.stores.base import Covered, TaskActionStore
+
+ODD_KEYS = (
+    *(b'""', b'" "', b"1", b'"1"', b"true", b"1.0", b'["a"]', b'"[\\"a\\"]"', b'"a"', b'"a', b'"a%"', b'"a_"', b'"A"'),
+    *(
+        b"'",
+        b"\\",
+        b"*",
+        b"[a-z]",
+        b"{}",
+        b"a/b",
+        b"a:b",
+        b"",
+        b"\0",
+        b"\0\0",
+        b"a\0",
+        b"a\0b",
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+    ),
+    *('"é"'.encode(), '"e\u0301"'.encode(), '"😀"'.encode(), b"k" * 5000, b"k" * 5000 + b"1"),
+)
+"""Message keys in the form in which stores see them; they are bytes, and nothing else is known of them."""
+
+ODD_TEXTS = (
+    *("", " ", "0", "00", "1", "10", "2", "1.0", "a", "A", "a ", "a%", "a_b", "a:b", "a/b", "'", '"', "\\", "*", "\n"),
+    *("\0", "a\0", "a\0b", "é", "e\u0301", "😀", "\ud83d\ude00", "\ud800", "\udc80a", "x" * 5000, "x" * 5000 + "1"),
+)
+"""Ids of messages and action tasks."""
+
+
+def step(key: bytes, message: str, number: int = 0, *, task: str = "task", result: object = None) -> Record:
+    """The record of call *number* of an action task."""
+    header = {"action": "act", "event": "input", "sender": "", "index": 0}
+    body = {"task": header, "call": number, "name": "call", "args_digest": "0", "result": result}
+    return Record(key, message, task, encode_body("called", body))
+
+
+def states(records: Sequence[Record], key: bytes) -> list[TaskActionState]:
+    """What a store must say of *key* when *records* were put in this order."""
+    return fold(record for record in records if record.key == key)
+
+
+def in_loop(method: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Make a test method of a coroutine."""
+
+    @functools.wraps(method)
+    def test(*args: Any, **kwargs: Any) -> None:
+        async def main() -> None:
+            await method(*args, **kwargs)
+
+        asyncio.run(main())
+
+    return test
+
+
+class StoreSuite(ABC):
+    """Subclass it under a name that pytest collects. *place* is an empty folder of each test."""
+
+    persistent: ClassVar[bool] = True
+    """Whether records outlive the process."""
+    takes_over: ClassVar[bool] = False
+    """Whether opening a job that has a living owner displaces that owner; otherwise it is refused."""
+    largest_body: ClassVar[int] = 20_000_000
+    """Bytes that the body of one record may have."""
+
+    @abstractmethod
+    def make(self, place: Path) -> TaskActionStore:
+        """A store object that is not open; all those made for one *place* have the same data."""
+
+    @abstractmethod
+    async def displace(self, place: Path, job: str) -> None:
+        """Make the present owner of *job* lose it as it would to a new owner, but do not tell it."""
+
+    @asynccontextmanager
+    async def opened(self, place: Path, job: str = "job") -> AsyncIterator[TaskActionStore]:
+        """A store that is open within the ``async with`` statement."""
+        store = self.make(place)
+        await store.open(job, "the conformance suite")
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    # --- opening and closing ---
+
+    @in_loop
+    async def test_capabilities_are_declared_alike(self, tmp_path: Path) -> None:
+        assert self.make(tmp_path).persistent is self.persistent
+
+    @in_loop
+    async def test_a_new_job_has_nothing(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            assert await store.keys() == []
+            assert await store.claim(b"1") == []
+            assert await store.list(b"1") == []
+            assert await store.get(b"1", "task") is None
+            assert store.pruned_through == 0
+
+    @in_loop
+    async def test_closing_twice_or_unopened_does_no_harm(self, tmp_path: Path) -> None:
+        store = self.make(tmp_path)
+        await store.close()
+        await store.open("job", "owner")
+        await store.close()
+        await store.close()
+
+    @in_loop
+    async def test_a_store_that_is_not_open_says_so(self, tmp_path: Path) -> None:
+        never = self.make(tmp_path)
+        async with self.opened(tmp_path) as closed:
+            pass
+        for store in (never, closed):
+            uses: list[Awaitable[object]] = [
+                *(store.keys(), store.list(b"1"), store.claim(b"1"), store.get(b"1", "task")),
+                *(store.put([step(b"1", "m")]), store.prune(Covered(1, []))),
+            ]
+            for use in uses:
+                with pytest.raises(StoreError, match="not open"):
+                    await use
+            with pytest.raises(StoreError, match="not open"):
+                _ = store.identity
+            with pytest.raises(StoreError, match="not open"):
+                _ = store.pruned_through
+
+    @in_loop
+    async def test_a_closed_store_can_be_opened_again(self, tmp_path: Path) -> None:
+        store = self.make(tmp_path)
+        record = step(b"1", "m")
+        await store.open("job", "owner")
+        await store.put([record])
+        await store.close()
+        await store.open("job", "owner")
+        assert await store.claim(b"1") == states([record], b"1")
+        await store.close()
+
+    @in_loop
+    async def test_identity_stays_with_the_data(self, tmp_path: Path) -> None:
+        here, elsewhere = tmp_path / "a", tmp_path / "b"
+        here.mkdir()
+        elsewhere.mkdir()
+        async with self.opened(here) as store:
+            first = store.identity
+        async with self.opened(here) as store:
+            assert store.identity == first
+        async with self.opened(elsewhere) as store:
+            assert store.identity != first
+        assert len(first) >= 16
+
+    # --- writing and reading ---
+
+    @in_loop
+    async def test_what_was_put_is_read_in_order(self, tmp_path: Path) -> None:
+        put: list[Record] = []
+        async with self.opened(tmp_path) as store:
+            for number in range(40):
+                batch = [
+                    step(key, f"m{number % 3}", number, task=task, result=[number, task])
+                    for key in (b"1", b"2", b'"1"')
+                    for task in ("t10", "t9")
+                ]
+                await store.put(batch)
+                put += batch
+            for key in (b"1", b"2", b'"1"'):
+                assert await store.list(key) == states(put, key)
+        async with self.opened(tmp_path) as store:
+            assert sorted(await store.keys()) == sorted([b"1", b"2", b'"1"'])
+            for key in (b"1", b"2", b'"1"', b"3"):
+                assert await store.claim(key) == states(put, key)
+
+    @in_loop
+    async def test_steps_add_up_across_batches(self, tmp_path: Path) -> None:
+        call = {"call": 0, "name": "pay", "args_digest": "0"}
+        header = {"action": "act", "event": "input", "sender": "", "index": 0}
+        bodies = [
+            encode_body("requested", {**call, "task": header, "args": [1], "kwargs": {}, "effect": "once"}),
+            encode_body("completed", {**call, "result": "paid"}),
+            encode_body("done", {"memory": [{"op": "set", "path": "n", "value": 1}], "events": [], "last": True}),
+        ]
+        async with self.opened(tmp_path) as store:
+            for number, body in enumerate(bodies):
+                await store.put([Record(b"1", "m", "task", body)])
+                (state,) = await store.list(b"1")
+                assert (state.calls[0].status.value, state.done) == (
+                    ("requested", "completed")[number > 0],
+                    number == 2,
+                )
+
+    @in_loop
+    async def test_a_claim_sees_what_this_owner_put(self, tmp_path: Path) -> None:
+        record = step(b"1", "m")
+        async with self.opened(tmp_path) as store:
+            assert await store.claim(b"1") == []
+            await store.put([record])
+            assert await store.claim(b"1") == states([record], b"1")
+
+    @in_loop
+    async def test_get_finds_one_action_task(self, tmp_path: Path) -> None:
+        put = [step(key, "m", task=task, result=task) for key in (b"1", b"2") for task in ("a", "b")]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+            assert [await store.get(b"1", "a"), await store.get(b"1", "b")] == states(put, b"1")
+            assert await store.get(b"1", "c") is None
+            assert await store.get(b"3", "a") is None
+
+    @in_loop
+    async def test_any_key_is_itself(self, tmp_path: Path) -> None:
+        put = [step(key, "m", result=number) for number, key in enumerate(ODD_KEYS)]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+        async with self.opened(tmp_path) as store:
+            assert sorted(await store.keys()) == sorted(ODD_KEYS)
+            for key in ODD_KEYS:
+                assert await store.claim(key) == states(put, key)
+
+    @in_loop
+    async def test_any_id_is_itself(self, tmp_path: Path) -> None:
+        put = [step(b"1", text, task=text, result=number) for number, text in enumerate(ODD_TEXTS)]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+        async with self.opened(tmp_path) as store:
+            assert await store.claim(b"1") == states(put, b"1")
+            for number, text in enumerate(ODD_TEXTS):
+                assert await store.get(b"1", text) == states(put, b"1")[number]
+
+    @in_loop
+    async def test_an_empty_batch_is_nothing(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            await store.put([])
+            assert await store.keys() == []
+
+    @in_loop
+    async def test_a_large_batch(self, tmp_path: Path) -> None:
+        put = [step(b"%d" % (number % 7), f"m{number // 7}", number) for number in range(20_001)]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+            for key in range(7):
+                assert await store.list(b"%d" % key) == states(put, b"%d" % key)
+
+    @in_loop
+    async def test_a_large_body(self, tmp_path: Path) -> None:
+        put = [step(b"1", "m", result="x" * (self.largest_body - 1000)), step(b"1", "n")]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+        async with self.opened(tmp_path) as store:
+            assert await store.claim(b"1") == states(put, b"1")
+
+    @in_loop
+    async def test_a_damaged_record_is_an_error_of_its_key_alone(self, tmp_path: Path) -> None:
+        for number, body in enumerate((b"", b"\0\xff", b"null", b'{"v":1}', b'{"v":999,"kind":"called"}')):
+            async with self.opened(tmp_path, f"job{number}") as store:
+                await store.put([Record(b"1", "the-message", "the-task", body), step(b"2", "m")])
+                for read in (store.list(b"1"), store.claim(b"1"), store.get(b"1", "the-task")):
+                    with pytest.raises(RecordError, match="the-message"):
+                        await read
+                assert len(await store.list(b"2")) == 1
+
+    # --- pruning ---
+
+    @in_loop
+    async def test_pruning_removes_the_covered_messages_only(self, tmp_path: Path) -> None:
+        put = [step(key, f"m{number}", task=f"t{number}") for number in range(12) for key in (b"1", b"2")]
+        covered = [(b"1", "m1"), (b"2", "m10"), (b"3", "m1"), (b"1", "m")]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+            report = await store.prune(Covered(5, covered))
+            assert report.records == 2
+            assert (await store.prune(Covered(5, covered))).records == 0
+            put = [record for record in put if (record.key, record.message) not in covered]
+            for key in (b"1", b"2"):
+                assert await store.list(key) == states(put, key)
+            assert await store.get(b"1", "t1") is None
+        async with self.opened(tmp_path) as store:
+            for key in (b"1", b"2"):
+                assert await store.claim(key) == states(put, key)
+
+    @in_loop
+    async def test_pruning_any_key_and_id(self, tmp_path: Path) -> None:
+        put = [step(key, text) for key in ODD_KEYS[::3] for text in ODD_TEXTS]
+        put += [step(key, "m") for key in ODD_KEYS]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+            while put:
+                covered = [(record.key, record.message) for record in put[:: len(put) // 6 + 1]]
+                assert (await store.prune(Covered(1, covered))).records == len(covered)
+                put = [record for record in put if (record.key, record.message) not in covered]
+                assert sorted(await store.keys()) == sorted({record.key for record in put})
+                for key in ODD_KEYS:
+                    assert await store.list(key) == states(put, key)
+
+    @in_loop
+    async def test_pruning_many_messages(self, tmp_path: Path) -> None:
+        put = [step(b"%d" % (number % 50), f"m{number}") for number in range(3000)]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+            covered = [(record.key, record.message) for record in put[:-1]]
+            assert (await store.prune(Covered(1, covered))).records == 2999
+            assert await store.keys() == [put[-1].key]
+
+    @in_loop
+    async def test_the_latest_pruned_checkpoint_is_kept(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            await store.prune(Covered(3, []))
+            assert store.pruned_through == 3
+            await store.prune(Covered(2, [(b"1", "m")]))
+            assert store.pruned_through == 3
+        async with self.opened(tmp_path) as store:
+            assert store.pruned_through == 3
+        async with self.opened(tmp_path, "other") as store:
+            assert store.pruned_through == 0
+
+    @in_loop
+    async def test_a_pruned_key_may_be_used_again(self, tmp_path: Path) -> None:
+        later = step(b"1", "n")
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", "m")])
+            await store.prune(Covered(1, [(b"1", "m")]))
+            assert await store.keys() == []
+            await store.put([later])
+            assert await store.claim(b"1") == states([later], b"1")
+        async with self.opened(tmp_path) as store:
+            assert await store.claim(b"1") == states([later], b"1")
+
+    # --- jobs and owners ---
+
+    @in_loop
+    async def test_jobs_do_not_meet(self, tmp_path: Path) -> None:
+        names = ("job", "Job", "job ", "jo", "j%", "", "é", "a/b", "a\0", "\ud800")
+        for name in names:
+            async with self.opened(tmp_path, name) as store:
+                assert await store.keys() == []
+                await store.put([step(b"1", "m", task=name), step(b"1", "n")])
+        async with self.opened(tmp_path, "job") as store:
+            await store.prune(Covered(1, [(b"1", "m")]))
+        for name in names[1:]:
+            async with self.opened(tmp_path, name) as store:
+                assert [state.message for state in await store.claim(b"1")] == ["m", "n"]
+                assert await store.get(b"1", name) is not None
+
+    @in_loop
+    async def test_two_jobs_at_a_time(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path, "a") as a, self.opened(tmp_path, "b") as b:
+            await asyncio.gather(a.put([step(b"1", "m", result="a")]), b.put([step(b"1", "m", result="b")]))
+            for name, store in (("a", a), ("b", b)):
+                (state,) = await store.list(b"1")
+                assert state.calls[0].result == name
+
+    @in_loop
+    async def test_a_job_has_one_owner(self, tmp_path: Path) -> None:
+        second = self.make(tmp_path)
+        async with self.opened(tmp_path, "the-job") as first:
+            if self.takes_over:
+                await second.open("the-job", "second")
+                with pytest.raises(FencedError):
+                    await first.put([step(b"1", "m")])
+                assert await second.claim(b"1") == []
+            else:
+                with pytest.raises(OwnershipError, match="the-job") as refused:
+                    await second.open("the-job", "second")
+                assert "conformance suite" in str(refused.value)
+                await first.put([step(b"1", "m")])
+        if not self.takes_over:
+            await second.open("the-job", "second")
+            assert len(await second.claim(b"1")) == 1
+        await second.close()
+
+    @in_loop
+    async def test_a_former_owner_can_do_nothing(self, tmp_path: Path) -> None:
+        record = step(b"1", "m")
+        async with self.opened(tmp_path) as store:
+            await store.put([record])
+            await self.displace(tmp_path, "job")
+            with pytest.raises(FencedError):
+                await store.put([step(b"1", "n"), step(b"2", "n")])
+            with pytest.raises(FencedError):
+                await store.put([step(b"2", f"n{number}") for number in range(10_000)])
+            with pytest.raises(FencedError):
+                await store.prune(Covered(9, [(b"1", "m")]))
+        async with self.opened(tmp_path) as store:
+            assert await store.claim(b"1") == states([record], b"1")
+            assert await store.claim(b"2") == []
+            assert await store.keys() == [b"1"]
+            assert store.pruned_through == 0
+
+    # --- much at a time ---
+
+    @in_loop
+    async def test_everything_at_a_time(self, tmp_path: Path) -> None:
+        batches = [[step(b"%d" % key, f"m{number}", result=number) for key in range(10)] for number in range(60)]
+        written = [asyncio.Event() for _ in batches]
+
+        async def write(store: TaskActionStore) -> None:
+            for batch, done in zip(batches, written, strict=True):
+                await store.put(batch)
+                done.set()
+
+        async def read(store: TaskActionStore, key: bytes) -> None:
+            while not written[-1].is_set():
+                listed = await store.list(key)
+                numbers = [state.calls[0].result for state in listed]
+                assert numbers == sorted(numbers)
+                assert all(state.key == key and state.message == f"m{state.calls[0].result}" for state in listed)
+                assert {state.key for state in await store.claim(key)} <= {key}
+                got = await store.get(key, "task")
+                assert got is None or got.key == key
+                await asyncio.sleep(0)
+
+        async def prune(store: TaskActionStore) -> None:
+            for number, batch in enumerate(batches[:50]):
+                await written[number].wait()
+                covered = Covered(number, [(record.key, record.message) for record in batch])
+                assert (await store.prune(covered)).records == len(batch)
+
+        async with self.opened(tmp_path) as store:
+            await asyncio.gather(write(store), prune(store), *(read(store, b"%d" % key) for key in range(10)))
+            put = [record for batch in batches[50:] for record in batch]
+            for key in range(10):
+                assert await store.list(b"%d" % key) == states(put, b"%d" % key)
+
+    @in_loop
+    async def test_a_cancelled_put_is_done_or_not(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            for turns in range(30):
+                first, last = step(b"1", f"a{turns}"), step(b"1", f"z{turns}")
+                writing = asyncio.create_task(store.put([first, *(step(b"2", f"m{n}") for n in range(50)), last]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+                await store.put([step(b"3", f"n{turns}")])
+            ones = [state.message for state in await store.list(b"1")]
+            assert ones == [f"{end}{turns}" for turns in range(30) for end in "az" if f"a{turns}" in ones]
+            assert len(await store.list(b"3")) == 30
