@@ -72,3 +72,20 @@ class OwnershipError(StoreError):
 
 class FencedError(StoreError):
     """This process lost the ownership of the job or key; the write was refused."""
+
+
+def raised_at(error: BaseException) -> str:
+    """Where in the user's code *error* was raised, as ``, at FILE:LINE in FUNCTION``; empty if that is not known."""
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module = str(frame.f_globals.get("__name__", ""))
+        code = frame.f_code
+        if module.partition(".")[0] not in _NOT_THE_USERS and "site-packages" not in code.co_filename:
+            place = f", at {code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
+        traceback = traceback.tb_next
+    return place
+
+
+_NOT_THE_USERS = ("dalsegno", "asyncio", "concurrent", "contextvars", "importlib", "typer", "click")

@@ -147,6 +147,8 @@ def _load(record: Record, where: str) -> dict[str, Any]:
     version = body.get("v") if isinstance(body, dict) else None
     if not isinstance(body, dict) or not isinstance(version, int):
         raise RecordError(f"{where} is not a record of this library: {record.body[:200]!r}")
+    if version < 1:
+        raise RecordError(f"{where} has format version {version}, which no release has written: {record.body[:200]!r}")
     if version > FORMAT_VERSION:
         raise RecordError(
             f"{where} has format version {version}; this version of dalsegno reads up to {FORMAT_VERSION}: install "

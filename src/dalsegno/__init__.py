@@ -1,0 +1,72 @@
+"""Dal Segno: AI agents on streams that are safe to crash.
+
+Every model call, tool call, memory update and output event of an agent is recorded once and played back after a
+failure, never done twice.
+
+What to read, in this order:
+
+* `dalsegno.agent`, `dalsegno.events`, `dalsegno.context`, `dalsegno.memory`, `dalsegno.effects`: what an agent is
+  written with.
+* `dalsegno.runners.local`: how it is run.
+* `dalsegno.core.executor` and `dalsegno.core.task`: how a message is run or played back; `dalsegno.core.journal`: how
+  calls are matched with their record; `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is
+  durable.
+* `dalsegno.stores.base`: the contract of a store.
+* `dalsegno.runners.pipeline`: checkpoints, backpressure, order per key.
+"""
+
+from dalsegno.agent import Agent, action
+from dalsegno.context import RunnerContext
+from dalsegno.effects import DidNotHappen, Happened, Unknown, current_call
+from dalsegno.errors import (
+    ActionError,
+    CodecError,
+    DalSegnoError,
+    DefinitionError,
+    DivergenceError,
+    FencedError,
+    InDoubtError,
+    InputError,
+    MemoryPathError,
+    OwnershipError,
+    RecordError,
+    RestoreError,
+    StoreError,
+)
+from dalsegno.events import Event, InputEvent, OutputEvent
+from dalsegno.memory import MemoryObject
+from dalsegno.registry import register
+from dalsegno.runners.local import LocalRunner
+from dalsegno.runners.report import RunReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActionError",
+    "Agent",
+    "CodecError",
+    "DalSegnoError",
+    "DefinitionError",
+    "DidNotHappen",
+    "DivergenceError",
+    "Event",
+    "FencedError",
+    "Happened",
+    "InDoubtError",
+    "InputError",
+    "InputEvent",
+    "LocalRunner",
+    "MemoryObject",
+    "MemoryPathError",
+    "OutputEvent",
+    "OwnershipError",
+    "RecordError",
+    "RestoreError",
+    "RunReport",
+    "RunnerContext",
+    "StoreError",
+    "Unknown",
+    "action",
+    "current_call",
+    "register",
+]

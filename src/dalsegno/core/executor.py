@@ -1,0 +1,200 @@
+"""The executor: runs the actions of one message, or plays them back.
+
+The actions of a message run one after the other: those of the input event first, then those of each event in the order
+in which it was sent. A recorded action is not run: its memory updates are applied and its events are sent again.
+
+A message yields `Finished` when all of its actions are done, or `Parked` when a call is in doubt; everything else is an
+exception. Nothing leaves here: outputs and memory go to the runner, which waits until the record is durable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dalsegno.agent import ActionSpec, Agent
+from dalsegno.core import codec
+from dalsegno.core.identity import fingerprint, key_bytes, task_id
+from dalsegno.core.records import TaskActionState
+from dalsegno.core.task import ActionTask, Environment
+from dalsegno.errors import DivergenceError, InDoubtError
+from dalsegno.events import Event, InputEvent, OutputEvent
+from dalsegno.memory import EMPTY, MemoryTransaction, Node
+
+
+class Message(NamedTuple):
+    """One input record of one message key. *tree* is the record's content as the codec writes it."""
+
+    key: Any
+    key_bytes: bytes
+    id: str
+    tree: Any
+
+    @classmethod
+    def of(cls, key: Any, message_id: str, value: object) -> Message:
+        return cls(key, key_bytes(key), message_id, codec.to_tree(value, root="input"))
+
+
+class Output(NamedTuple):
+    """One output of a message. *id* is the same in every replay."""
+
+    id: str
+    value: Any
+
+
+class Finished(NamedTuple):
+    """All actions of the message are done; *memory* is the key's memory from now on."""
+
+    memory: Node
+    outputs: list[Output]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The message was set aside; *reason* says why and what to do."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class _Step:
+    """One action task that is due."""
+
+    spec: ActionSpec
+    event: Event
+    sender: str
+    index: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of one message while its actions run."""
+
+    message: Message
+    memory: Node
+    sensory: Node = EMPTY
+    outputs: list[Output] = field(default_factory=list)
+    due: deque[_Step] = field(default_factory=deque)
+
+
+class Executor:
+    """Runs messages of one agent in one environment; holds no state of any message."""
+
+    def __init__(self, agent: Agent, environment: Environment) -> None:
+        self._agent = agent
+        self._environment = environment
+
+    async def run(self, message: Message, memory: Node, history: Sequence[TaskActionState]) -> Finished | Parked:
+        """Run or play back *message* over the key's *memory* as it was before it.
+
+        Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits *history*,
+        `StoreError`
+        when something could not be recorded, and `Stopped` when the environment is stopping.
+        """
+        run = _Run(message, memory)
+        content = fingerprint(message.tree)
+        self._check_content(message, content, history)
+        if any(state.last for state in history):
+            return self._play_back(run, history)
+        for spec in self._agent.handlers(InputEvent):
+            run.due.append(_Step(spec, InputEvent(input=codec.from_tree(message.tree)), "", 0))
+        position = 0
+        try:
+            while run.due:
+                await self._step(run, run.due.popleft(), history[position:], content if position == 0 else None)
+                position += 1
+        except InDoubtError as error:
+            return Parked(str(error))
+        self._check_all_due(message, history[position:])
+        return Finished(run.memory, run.outputs)
+
+    def _check_content(self, message: Message, content: str, history: Sequence[TaskActionState]) -> None:
+        recorded = next((state.content for state in history if state.content), None)
+        if recorded not in (None, content):
+            raise DivergenceError(
+                f"{self._describe(message)}: its content is not what was recorded for it before the restart "
+                f"(fingerprint {recorded}, now {content}): the input was edited or reordered. Put the input back as it "
+                "was, or give the job a new name to start afresh"
+            )
+
+    async def _step(self, run: _Run, step: _Step, history: Sequence[TaskActionState], content: str | None) -> None:
+        recorded = history[0] if history else None
+        identity = task_id(run.message.id, step.sender, step.index, step.spec.name)
+        if recorded is not None and recorded.task != identity:
+            raise DivergenceError(
+                f"{self._describe(run.message)}: the code no longer fits the record. Expected the recorded action "
+                f"{recorded.action!r} for {recorded.event_type}; found the action {step.spec.name!r} for "
+                f"{_type_name(step.event)}. Nothing was executed. If an action was renamed, keep its recorded name "
+                f"with @action(..., name={recorded.action!r}); otherwise put the code back until the messages in "
+                "flight are done"
+            )
+        if recorded is not None and recorded.done:
+            self._apply(run, recorded)
+            self._environment.counters.replayed += len(recorded.calls)
+            return
+        header = {"action": step.spec.name, "event": _type_name(step.event), "sender": step.sender, "index": step.index}
+        if content is not None:
+            header["content"] = content
+        task = ActionTask(
+            self._environment, self._agent, step.spec, run.message, identity, header, recorded, run.memory, run.sensory
+        )
+        await task.run(step.event)
+        self._take(run, identity, task.sent)
+        if not run.due:
+            self._check_all_due(run.message, history[1:])
+        run.memory, run.sensory = task.commit(last=not run.due)
+
+    def _check_all_due(self, message: Message, left: Sequence[TaskActionState]) -> None:
+        if left:
+            raise DivergenceError(
+                f"{self._describe(message)}: the code no longer fits the record: the action {left[0].action!r} for "
+                f"{left[0].event_type} is recorded, but no event of the code triggers it now. Put the code back until "
+                "the messages in flight are done"
+            )
+
+    def _apply(self, run: _Run, state: TaskActionState) -> None:
+        """Play back an action task that is done."""
+        run.memory = MemoryTransaction(run.memory, codec, "short_term_memory").replay(state.short_term)
+        run.sensory = MemoryTransaction(run.sensory, codec, "sensory_memory").replay(state.sensory)
+        self._take(run, state.task, state.events)
+
+    def _take(self, run: _Run, sender: str, events: Sequence[Any]) -> None:
+        """Send the recorded *events*: outputs leave with the message, others make their actions due."""
+        for index, tree in enumerate(events):
+            event = codec.from_tree(tree)
+            if isinstance(event, OutputEvent):
+                run.outputs.append(Output(f"{sender}-{index}", event.output))
+            else:
+                self._route(run, event, tree, sender, index)
+
+    def _route(self, run: _Run, event: Event, tree: Any, sender: str, index: int) -> None:
+        """Each action gets a copy of its own, so that what one changes in it is not seen by the next."""
+        specs = self._agent.handlers(type(event))
+        if not specs:
+            raise DivergenceError(
+                f"{self._describe(run.message)}: the code no longer fits the record: an event {_type_name(event)} is "
+                "recorded, but no action of the code handles it now, so it would be lost. Put the action back until "
+                "the messages in flight are done"
+            )
+        for number, spec in enumerate(specs):
+            run.due.append(_Step(spec, codec.from_tree(tree) if number else event, sender, index))
+
+    def _play_back(self, run: _Run, history: Sequence[TaskActionState]) -> Finished:
+        """A message that is done needs no code at all: its record says everything."""
+        for state in history:
+            run.memory = MemoryTransaction(run.memory, codec, "short_term_memory").replay(state.short_term)
+            self._environment.counters.replayed += len(state.calls)
+            for index, tree in enumerate(state.events):
+                event = codec.from_tree(tree)
+                if isinstance(event, OutputEvent):
+                    run.outputs.append(Output(f"{state.task}-{index}", event.output))
+        return Finished(run.memory, run.outputs)
+
+    def _describe(self, message: Message) -> str:
+        return f"job {self._environment.job!r}, key {message.key!r}, message {message.id!r}"
+
+
+def _type_name(event: Event) -> str:
+    return type(event).__qualname__

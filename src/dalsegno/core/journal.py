@@ -1,0 +1,274 @@
+"""The journal of one action task: matches the calls that the code makes with those that are recorded.
+
+**Matching.** A call is its name, its argument fingerprint, and its place. Recorded calls form *groups*: a call that
+started while no other call of its action task was in flight begins a new group. Code that awaits one call after the
+other makes groups of one; calls under ``asyncio.gather`` or a task group share one. Groups match strictly in order;
+within a group calls match in any order, equal ones by the order in which they started. So sequential code that
+changed is found before anything executes, and concurrent code replays whatever finishes first. A `read` call that was
+seen in flight and has no outcome binds nothing: the code may make it again or not.
+
+**New calls.** A call that is not recorded is new only when nothing recorded is left that had to come first: when
+all groups are matched, or, from concurrent code, within the last group, which a crash may have cut short.
+
+**Failures.** An exception that a call raised is recorded when the action goes on, because only then did the action
+catch it: when its next call begins, or when it is done. That another call ends, which was in flight beside it, proves
+nothing. That another strand of the action begins a call proves little, for the exception may still be on its way out;
+such a failure is recorded as ``unsure``. If the exception leaves the action, nothing final is recorded, and an unsure
+failure is taken back.
+
+No I/O here: records go to the `append` callable, which must keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dalsegno.core.records import CallState, TaskActionState
+from dalsegno.core.transitions import CallStatus
+from dalsegno.errors import DivergenceError
+
+Append = Callable[[str, dict[str, Any]], None]
+"""Takes the kind and the fields of a record of this action task."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call that the code makes, matched with what is recorded of it (``state.status`` is NEW if nothing is)."""
+
+    state: CallState
+    occurrence: int
+    strand: object
+    """What the call is made from: None for the action itself, or a task that it started."""
+
+
+@dataclass(slots=True)
+class _Group:
+    calls: list[CallState] = field(default_factory=list)
+
+
+class Journal:
+    """Matching and recording of the calls of one action task."""
+
+    def __init__(self, recorded: TaskActionState | None, append: Append, describe: object) -> None:
+        self._append = append
+        self._describe = describe
+        self._groups = _group(recorded)
+        self._left_open: list[CallState] = []
+        self._next_number = 1 + max(recorded.calls, default=-1) if recorded else 0
+        self._occurrences: dict[tuple[str, str], int] = {}
+        self._unannounced: dict[int, CallState] = {}
+        self._pending_failures: dict[int, Call] = {}
+        self._raised: list[tuple[CallState, BaseException]] = []
+
+    def begin(
+        self,
+        name: str,
+        arguments: str,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        *,
+        alone: bool,
+        concurrent: bool,
+        strand: object,
+    ) -> Call:
+        """Match a call that is about to be made; raises `DivergenceError` before anything executes.
+
+        *alone* says whether no other call of this action task is in flight; *concurrent*, whether one may be, as in a
+        task of
+        a group. *describe* of the journal is formatted only for an error.
+        """
+        state = self._match(name, arguments, args, kwargs, concurrent)
+        if state is not None and state.status is CallStatus.OPEN:
+            state.args, state.kwargs = args, kwargs  # only that it began is recorded
+        if state is None:
+            state = CallState(self._next_number, name, arguments, alone=alone, args=args, kwargs=kwargs)
+            self._next_number += 1
+        occurrence = self._occurrences.get((name, arguments), 0)
+        self._occurrences[name, arguments] = occurrence + 1
+        if self._pending_failures:
+            self._record_failures(strand)
+        return Call(state, occurrence, strand)
+
+    def start_unrecorded(self, call: Call) -> None:
+        """The call starts without a record of its own; the next record of anything else mentions it."""
+        state = call.state
+        state.attempt += 1
+        if state.status is CallStatus.NEW:
+            self._unannounced[state.number] = state
+
+    def request(self, call: Call, effect: str, answer: str | None = None) -> None:
+        """Record that the call is about to start; it may start only when this is durable.
+
+        *answer* is what a reconcile said, if the call was in doubt.
+        """
+        state = call.state
+        state.attempt += 1
+        state.effect = effect
+        fields = self._request_fields(state)
+        if answer is not None:
+            fields["answer"] = answer
+        self._emit("requested", fields)
+        state.status = CallStatus.REQUESTED
+
+    def complete(self, call: Call, result: Any, **extra: Any) -> None:
+        """Record that the call returned *result* (a codec tree)."""
+        self._finish(call.state, {"result": result} | extra)
+
+    def fail(self, call: Call, error: Any) -> None:
+        """The call raised *error* (a codec tree): recorded when the action goes on, if it does."""
+        call.state.error = error
+        self._pending_failures[call.state.number] = call
+
+    def raised(self, call: Call, error: BaseException) -> None:
+        """*error* is what the action gets for the failure of *call*."""
+        self._raised.append((call.state, error))
+
+    def park(self, reason: str) -> None:
+        self._emit("parked", {"reason": reason})
+
+    def leave_failed(self, failure: BaseException) -> None:
+        """*failure* left the action. What made it fail is not final: only that an attempt ended is recorded."""
+        pending, self._pending_failures = self._pending_failures, {}
+        left = {id(error) for error in _origins(failure)}
+        for state in [call.state for call in pending.values()] + [
+            state for state, error in self._raised if state.unsure and id(error) in left
+        ]:
+            if state.status in (CallStatus.REQUESTED, CallStatus.COMPLETED):
+                self._emit("failed", {"call": state.number, "error": state.error})
+                state.status = CallStatus.FAILED
+
+    def check_complete(self) -> None:
+        """At the end of the action: every recorded call was made again. Raises `DivergenceError` otherwise."""
+        for group in self._groups:
+            for state in group.calls:
+                if state.status is not CallStatus.OPEN:
+                    raise DivergenceError(
+                        f"{self._describe}: the record has the call {_show(state)}, but the action ended without "
+                        f"making it. {_REMEDY}"
+                    )
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether calls that were in flight together are recorded and not yet made again."""
+        return any(not state.alone for group in self._groups for state in group.calls)
+
+    def done(self, fields: dict[str, Any]) -> None:
+        self._record_failures(None)
+        self._emit("done", fields)
+
+    def _record_failures(self, strand: object) -> None:
+        """*strand* goes on, so it may have caught what its calls, or those of strands that it started, raised."""
+        pending, self._pending_failures = self._pending_failures, {}
+        for call in pending.values():
+            call.state.unsure = strand is not None and strand is not call.strand
+            self._finish(call.state, {"error": call.state.error} | ({"unsure": True} if call.state.unsure else {}))
+
+    def _match(
+        self, name: str, arguments: str, args: list[Any], kwargs: dict[str, Any], concurrent: bool
+    ) -> CallState | None:
+        while True:
+            if not self._groups:
+                return _take(self._left_open, name, arguments)
+            group = self._groups[0].calls
+            found = _take(group, name, arguments) or _take(self._left_open, name, arguments)
+            if found is not None:
+                return found
+            if any(state.status is not CallStatus.OPEN for state in group):
+                break
+            # Nothing that is left of the group has an answer, so the code need not make it again, as when a call
+            # lost a race and was cancelled. If it does, it is found among these.
+            self._left_open += group
+            del self._groups[0]
+        if concurrent and len(self._groups) == 1:
+            return None
+        shown = _show(CallState(-1, name, arguments, False, args=args, kwargs=kwargs))
+        raise DivergenceError(
+            f"{self._describe}: the code no longer fits the record. Expected the recorded call "
+            f"{' or '.join(map(_show, group))}; found the call {shown}. Nothing was executed. {_REMEDY}"
+        )
+
+    def _finish(self, state: CallState, outcome: dict[str, Any]) -> None:
+        self._unannounced.pop(state.number, None)
+        if state.status in (CallStatus.REQUESTED, CallStatus.FAILED):
+            self._emit("completed", {"call": state.number} | outcome)
+        else:
+            self._emit("called", self._request_fields(state) | outcome)
+        state.status = CallStatus.COMPLETED
+
+    def _request_fields(self, state: CallState) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "call": state.number,
+            "name": state.name,
+            "args_digest": state.arguments,
+            "effect": state.effect,
+        }
+        if state.alone:
+            fields["alone"] = True
+        if state.attempt > 1:
+            fields["attempt"] = state.attempt
+        fields["args"] = state.args
+        if state.kwargs:
+            fields["kwargs"] = state.kwargs
+        return fields
+
+    def _emit(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._unannounced:
+            open_calls = [
+                [s.number, s.name, s.arguments, s.alone]
+                for s in self._unannounced.values()
+                if s.number != fields.get("call")
+            ]
+            self._unannounced.clear()
+            if open_calls:
+                fields["open"] = open_calls
+        self._append(kind, fields)
+
+
+def _origins(failure: BaseException) -> Iterator[BaseException]:
+    """*failure*, what it was explicitly raised from, and the members of groups."""
+    seen: set[int] = set()
+    left = [failure]
+    while left:
+        error = left.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        yield error
+        left += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        left += [error.__cause__] if error.__cause__ is not None else ()
+
+
+_REMEDY = (
+    "Either put the code back as it was until the messages in flight are done, or give the job a new name to start "
+    "afresh; an answer that is recorded for one call is never given to another."
+)
+
+
+def _group(recorded: TaskActionState | None) -> list[_Group]:
+    groups: list[_Group] = []
+    for number in sorted(recorded.calls) if recorded else ():
+        state = recorded.calls[number]  # type: ignore[union-attr]
+        if state.alone or not groups:
+            groups.append(_Group())
+        groups[-1].calls.append(state)
+    return groups
+
+
+def _take(calls: list[CallState], name: str, arguments: str) -> CallState | None:
+    """Take the first of *calls* that fits out of the list."""
+    for position, state in enumerate(calls):
+        if state.name == name and state.arguments == arguments:
+            return calls.pop(position)
+    return None
+
+
+def _show(state: CallState) -> str:
+    arguments = [f"{argument!r}" for argument in state.args] + [
+        f"{name}={value!r}" for name, value in state.kwargs.items()
+    ]
+    text = ", ".join(arguments)
+    if len(text) > 300:
+        text = text[:300] + "…"
+    return f"{state.name}({text})"

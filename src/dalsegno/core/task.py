@@ -1,0 +1,532 @@
+"""One action task: runs an action, and is the other side of its `RunnerContext`.
+
+What must not go on (a divergence, a failed write, a call in doubt, a stop) leaves the action as `Unwind`, which no
+``except Exception`` catches, and is remembered, so that the action cannot go on even if it catches that too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from dalsegno import effects
+from dalsegno.agent import ActionSpec, Agent
+from dalsegno.context import CallOptions, RunnerContext
+from dalsegno.core import codec
+from dalsegno.core.callee import Callee, check_options, describe
+from dalsegno.core.identity import fingerprint, idempotency_key
+from dalsegno.core.journal import Call, Journal
+from dalsegno.core.records import Record, TaskActionState, encode_body
+from dalsegno.core.transitions import CallStatus
+from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
+from dalsegno.errors import (
+    ActionError,
+    CodecError,
+    DalSegnoError,
+    DefinitionError,
+    DivergenceError,
+    InDoubtError,
+    StoreError,
+    raised_at,
+)
+from dalsegno.events import Event, OutputEvent
+from dalsegno.memory import MemoryObject, MemoryTransaction, Node
+
+if TYPE_CHECKING:
+    from dalsegno.core.executor import Message
+
+
+_TURNS = 100
+"""Turns of the event loop in which other strands may begin their recorded calls."""
+_POLLS = 100
+_POLL_SECONDS = 0.01
+
+
+class Unwind(BaseException):
+    """Leaves an action that must not go on. Not an `Exception`, so that the action's own handlers let it pass."""
+
+
+class Stopped(Exception):
+    """The runner is stopping: the action was left at the boundary of a call and is replayed after the restart."""
+
+
+class Log(Protocol):
+    """What an action task needs of the group commit."""
+
+    def append(self, record: Record, /) -> None: ...
+    def check(self) -> None: ...
+    async def barrier(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Durable calls of this process: executed anew, and played back from the record."""
+
+    executed: int = 0
+    replayed: int = 0
+
+
+@dataclass(slots=True)
+class Environment:
+    """What surrounds all action tasks of a process."""
+
+    job: str
+    log: Log
+    run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+    """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
+    counters: Counters = field(default_factory=Counters)
+    stopping: bool = False
+
+
+class ActionTask:
+    """Runs one action for one event. *recorded* is what an earlier process recorded of it."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        agent: Agent,
+        spec: ActionSpec,
+        message: Message,
+        identity: str,
+        header: dict[str, Any],
+        recorded: TaskActionState | None,
+        memory: Node,
+        sensory: Node,
+    ) -> None:
+        self._environment = environment
+        self._agent = agent
+        self._spec = spec
+        self._message = message
+        self._identity = identity
+        self._header: dict[str, Any] | None = None if recorded else header
+        self._parked_before = recorded.parked if recorded else None
+        self._journal = Journal(recorded, self._append, self)
+        self._memory = memory
+        self._short_term: MemoryTransaction | None = None
+        self._sensory_memory = sensory
+        self._sensory: MemoryTransaction | None = None
+        self.sent: list[Any] = []
+        self._verdict: Exception | None = None
+        self._ended = False
+        self._in_flight = 0
+        self._idle: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._strand: asyncio.Task[Any] | None = None
+        self._last_sequential = True
+        self._made = 0
+        self._not_awaited: dict[int, str] = {}
+        self._callee_owners: dict[str, object] = {}
+
+    def __str__(self) -> str:
+        return f"job {self.job!r}, key {self.key!r}, message {self.message_id!r}, action {self._spec.name!r}"
+
+    @property
+    def job(self) -> str:
+        return self._environment.job
+
+    @property
+    def key(self) -> Any:
+        return self._message.key
+
+    @property
+    def message_id(self) -> str:
+        return self._message.id
+
+    # The action from its start to its end.
+
+    async def run(self, event: Event) -> None:
+        """Run the action to its end; raises what must be raised, `ActionError` for what the action itself raised."""
+        if self._environment.stopping:
+            raise Stopped
+        self._loop = asyncio.get_running_loop()
+        failure: BaseException | None = None
+        try:
+            await self._run_function(event)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                self._ended = True
+                raise
+            failure = error
+        self._ended = True  # what still runs beside it may end its call, but starts none
+        await self._settle()
+        if self._verdict is not None:
+            raise self._verdict
+        if failure is not None:
+            self._raise_failure(failure)
+        if self._not_awaited:
+            self._raise_failure(
+                DefinitionError(
+                    f"durable_execute({next(iter(self._not_awaited.values()))}, ...) was never awaited, so it never "
+                    "ran: write await before it"
+                )
+            )
+        self._journal.check_complete()
+
+    def commit(self, *, last: bool) -> tuple[Node, Node]:
+        """Record that the action is done, *last* of its message; returns the message's short-term and sensory "
+        "memory."""
+        fields: dict[str, Any] = {}
+        memory, sensory = self._memory, self._sensory_memory
+        if self._short_term is not None and self._short_term.updates:
+            fields["memory"], memory = self._short_term.updates, self._short_term.root
+        if self._sensory is not None and self._sensory.updates:
+            fields["sensory"], sensory = self._sensory.updates, self._sensory.root
+        if self.sent:
+            fields["events"] = self.sent
+        if last:
+            fields["last"] = True
+        self._journal.done(fields)
+        return memory, sensory
+
+    async def _run_function(self, event: Event) -> None:
+        context = RunnerContext(self)
+        if self._spec.is_async:
+            self._strand = asyncio.current_task()
+            await self._spec.function(self._agent, event, context)
+            return
+        returned = await self._environment.run_in_thread(
+            functools.partial(self._spec.function, self._agent, event, context)
+        )
+        if inspect.isawaitable(returned):
+            if inspect.iscoroutine(returned):
+                returned.close()
+            raise DefinitionError(
+                f"action {self._spec.name!r} is a plain def that returns an awaitable, which nobody awaits: declare "
+                "it with async def"
+            )
+
+    def _raise_failure(self, failure: BaseException) -> NoReturn:
+        if not isinstance(failure, (Exception, BaseExceptionGroup, asyncio.CancelledError)):
+            raise failure
+        self._journal.leave_failed(failure)
+        raise ActionError(f"{self}: {type(failure).__name__}: {failure}{raised_at(failure)}") from failure
+
+    async def _settle(self) -> None:
+        """Wait until the calls that are in flight are over and recorded."""
+        while self._in_flight:
+            if self._idle is None or self._idle.is_set():
+                self._idle = asyncio.Event()
+            await self._idle.wait()
+
+    async def _stop_with(self, verdict: Exception) -> NoReturn:
+        self._verdict = self._verdict or verdict
+        # In a task group the other calls would be cancelled, and so in doubt, if this one left at once.
+        await self._settle()
+        raise Unwind
+
+    # The context's side.
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Coroutine[Any, Any, Any]:
+        self._check_running()
+        if not self._spec.is_async:
+            raise DefinitionError(
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
+                "ctx.durable_execute_sync(...), or declare the action with async def"
+            )
+        callee = describe(function)
+        name = self._name(function, callee, args, kwargs, options)
+        self._made += 1
+        token = self._made
+        self._not_awaited[token] = name
+        return self._call(function, callee, name, args, kwargs, options, token)
+
+    def call_from_thread(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Any:
+        self._check_running()
+        if self._spec.is_async:
+            raise DefinitionError(
+                f"action {self._spec.name!r} is async: write await ctx.durable_execute(...), so that other messages "
+                "can go on"
+            )
+        callee = describe(function)
+        name = self._name(function, callee, args, kwargs, options)
+        coroutine = self._call(function, callee, name, args, kwargs, options, 0)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _name(
+        self,
+        function: Callable[..., Any],
+        callee: Callee,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+    ) -> str:
+        name = check_options(function, callee, args, kwargs, options)
+        if options.name is None and inspect.ismethod(function):
+            owner = self._callee_owners.setdefault(name, function.__self__)
+            if owner is not function.__self__ and owner != function.__self__:
+                raise DefinitionError(
+                    f"{name} is called on two objects, {owner!r} and {function.__self__!r}, so one could be given the "
+                    'answer that is recorded for the other: give each call a name, as in name="send-invoice"'
+                )
+        return name
+
+    def send(self, event: Event) -> None:
+        self._check_running()
+        if not isinstance(event, Event):
+            raise DefinitionError(
+                "send_event takes an event, that is an instance of a subclass of dalsegno.Event, not "
+                f"{type(event).__name__}: {event!r}"
+            )
+        if not isinstance(event, OutputEvent) and not self._agent.handlers(type(event)):
+            raise DefinitionError(
+                f"no action of agent {self._agent.name!r} handles {type(event).__name__}, so the event would be "
+                f"lost: mark one with @action({type(event).__name__}), or send an OutputEvent"
+            )
+        self.sent.append(codec.to_tree(event, root=type(event).__name__))
+
+    @property
+    def short_term(self) -> MemoryObject:
+        return MemoryObject(self._open_short_term)
+
+    @property
+    def sensory(self) -> MemoryObject:
+        return MemoryObject(self._open_sensory)
+
+    def _open_short_term(self) -> MemoryTransaction:
+        self._check_running()
+        if self._short_term is None:
+            self._short_term = MemoryTransaction(self._memory, codec, "short_term_memory")
+        return self._short_term
+
+    def _open_sensory(self) -> MemoryTransaction:
+        self._check_running()
+        if self._sensory is None:
+            self._sensory = MemoryTransaction(self._sensory_memory, codec, "sensory_memory")
+        return self._sensory
+
+    def _check_running(self) -> None:
+        if self._ended:
+            raise RuntimeError(
+                f"{self}: the context was used after its action had ended; await everything that uses it"
+            )
+        if self._verdict is not None:
+            raise Unwind
+
+    # One durable call.
+
+    async def _call(
+        self,
+        function: Callable[..., Any],
+        callee: Callee,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        token: int,
+    ) -> Any:
+        self._not_awaited.pop(token, None)
+        if self._verdict is not None:
+            await self._stop_with(self._verdict)
+        self._check_running()
+        arguments, keywords, digest = _encode_arguments(name, args, kwargs)
+        try:
+            call = self._begin(name, digest, arguments, keywords)
+        except DivergenceError as error:
+            call = await self._begin_in_turn(name, digest, arguments, keywords, error)
+        if call.state.status is CallStatus.COMPLETED:
+            self._environment.counters.replayed += 1
+            return self._replayed(call)
+        return await self._perform(call, function, callee, options)
+
+    async def _begin_in_turn(
+        self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], divergence: DivergenceError
+    ) -> Call:
+        """Match the call with the record, where it does not fit at once.
+
+        A replayed call takes no time, so the strand that makes it may come too early for what another strand did
+        beside it. It waits for the others before that counts as a divergence.
+        """
+        turn = 0
+        while True:
+            await self._settle()
+            if turn == (_TURNS + _POLLS if self._journal.overlapping else _TURNS):
+                await self._stop_with(divergence)
+            await asyncio.sleep(0 if turn < _TURNS else _POLL_SECONDS)
+            turn += 1
+            if self._verdict is not None:
+                await self._stop_with(self._verdict)
+            try:
+                return self._begin(name, digest, arguments, keywords)
+            except DivergenceError as error:
+                divergence = error
+
+    def _begin(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
+        strand = asyncio.current_task()
+        sequential = self._strand is None or strand is self._strand
+        call = self._journal.begin(
+            name,
+            digest,
+            arguments,
+            keywords,
+            alone=not self._in_flight and (sequential or self._last_sequential),
+            concurrent=not sequential or self._in_flight > 0,
+            strand=None if sequential else strand,
+        )
+        self._last_sequential = sequential
+        return call
+
+    async def _perform(self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions) -> Any:
+        new = call.state.status is CallStatus.NEW
+        effect = options.effect if new else _stricter(options.effect, call.state.effect)
+        in_doubt = effect == "once" and call.state.status in (CallStatus.OPEN, CallStatus.REQUESTED)
+        if self._environment.stopping:
+            await self._stop_with(Stopped())
+        self._in_flight += 1
+        try:
+            answer = None
+            if in_doubt or (effect == "once" and call.state.status is CallStatus.FAILED and options.reconcile):
+                settled = await self._reconcile(call, options)
+                if settled is not None:
+                    self._journal.complete(call, settled[0], by="reconcile")
+                    return codec.from_tree(settled[0])
+                answer = "did_not_happen"
+            # The request is made durable where the outside world could tell that it is not.
+            if effect == "read":
+                self._environment.log.check()
+                self._journal.start_unrecorded(call)
+            else:
+                self._journal.request(call, effect, answer)
+                await self._environment.log.barrier()
+            return await self._execute(call, function, callee)
+        except (StoreError, InDoubtError) as error:
+            verdict: Exception = error
+        except _Unrecordable as error:
+            verdict = error.reason
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight and self._idle is not None:
+                self._idle.set()
+        return await self._stop_with(verdict)
+
+    async def _execute(self, call: Call, function: Callable[..., Any], callee: Callee) -> Any:
+        """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
+        self._environment.counters.executed += 1
+        try:
+            result = await self._invoke(call, function, callee.is_async)
+        except Exception as error:
+            tree = codec.encode_exception(error)
+            self._journal.fail(call, tree)
+            decoded = codec.decode_exception(tree)
+            self._journal.raised(call, decoded)
+            raise decoded.with_traceback(error.__traceback__) from decoded.__cause__
+        try:
+            tree = codec.to_tree(result, root="result")
+        except CodecError as error:
+            reason = ActionError(
+                f"{self}: the call {call.state.name} was made, but what it returned cannot be recorded: {error}"
+            )
+            reason.__cause__ = error
+            raise _Unrecordable(reason) from error
+        self._journal.complete(call, tree)
+        return codec.from_tree(tree)
+
+    async def _invoke(self, call: Call, function: Callable[..., Any], is_async: bool) -> Any:
+        """Call *function* with the call's arguments as they are recorded."""
+        state = call.state
+        args = codec.from_tree(state.args)
+        kwargs = codec.from_tree(state.kwargs) if state.kwargs else {}
+        current = CurrentCall(self.job, state.name, state.attempt, functools.partial(self._idempotency_key, call))
+        token = effects.running.set(current)
+        try:
+            if is_async:
+                return await function(*args, **kwargs)
+            result = await self._environment.run_in_thread(functools.partial(function, *args, **kwargs))
+            return await result if inspect.isawaitable(result) else result
+        finally:
+            effects.running.reset(token)
+
+    def _idempotency_key(self, call: Call) -> str:
+        state = call.state
+        return idempotency_key(
+            self.job,
+            self._message.key_bytes,
+            self.message_id,
+            self._identity,
+            state.name,
+            state.arguments,
+            call.occurrence,
+        )
+
+    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any] | None:
+        """The recorded result, if the call happened; None if it did not. Raises `InDoubtError` if nobody can tell."""
+        where = f"{self}: the call {call.state.name} was requested before, and whether it happened is not recorded"
+        if options.reconcile is None:
+            raise self._parked(
+                f"{where}; it has effect='once' and no reconcile= that could tell whether it happened, so it is not "
+                "made again"
+            )
+        try:
+            answer = await self._invoke(call, options.reconcile, inspect.iscoroutinefunction(options.reconcile))
+        except Exception as error:
+            raise self._parked(
+                f"{where}; its reconcile could not tell, it raised {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(answer, Happened):
+            try:
+                return (codec.to_tree(answer.result, root="result of reconcile"),)
+            except CodecError as error:
+                raise self._parked(f"{where}; what its reconcile returned cannot be recorded: {error}") from error
+        if isinstance(answer, DidNotHappen):
+            return None
+        if isinstance(answer, Unknown):
+            raise self._parked(f"{where}; its reconcile cannot tell{': ' + answer.reason if answer.reason else ''}")
+        raise self._parked(
+            f"{where}; its reconcile returned {answer!r}, which is not Happened(result), DidNotHappen() or Unknown()"
+        )
+
+    def _parked(self, reason: str) -> InDoubtError:
+        reason = reason.encode(errors="backslashreplace").decode()
+        if reason != self._parked_before:
+            self._journal.park(reason)
+        return InDoubtError(reason)
+
+    def _replayed(self, call: Call) -> Any:
+        if call.state.error is not None:
+            error = codec.decode_exception(call.state.error)
+            self._journal.raised(call, error)
+            raise error from error.__cause__
+        return codec.from_tree(call.state.result)
+
+    def _append(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._header is not None:
+            fields = {"task": self._header, **fields}
+            self._header = None
+        message = self._message
+        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, encode_body(kind, fields)))
+
+
+def _is_being_cancelled() -> bool:
+    """Whether the runner cancels this task, as against an action that raises `CancelledError` of its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class _Unrecordable(Exception):
+    """Carries the reason past the handlers that are for what the callee raises."""
+
+    def __init__(self, reason: DalSegnoError) -> None:
+        self.reason = reason
+
+
+def _stricter(declared: Effect, recorded: str) -> Effect:
+    """Of the effect in the code and the one on record, the one that is more harmful to repeat."""
+    return max(declared, recorded, key=effects.EFFECTS.index)  # type: ignore[arg-type]
+
+
+def _encode_arguments(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], str]:
+    try:
+        arguments: Any = codec.to_tree(list(args), root="args")
+        keywords: Any = codec.to_tree(kwargs, root="kwargs") if kwargs else {}
+    except CodecError as error:
+        raise CodecError(f"the call {name} was not made, because an argument cannot be recorded: {error}") from error
+    return arguments, keywords, fingerprint({"args": arguments, "kwargs": keywords} if keywords else arguments)
