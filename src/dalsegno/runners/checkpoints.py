@@ -1,0 +1,290 @@
+"""Checkpoints of the local runner: one SQLite file per job.
+
+A checkpoint is the consistent snapshot that a restart goes on from: how far the input is read, the short-term memory of
+every key as of its last finished message, the *inbox* (messages that were read and are not finished), and how long the
+sink's output is. It is incremental: only what changed since the last one is written, in one transaction.
+
+`CheckpointFile` is synchronous. `commit` runs in a thread; reads use a connection of their own and never wait for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dalsegno.core import codec
+from dalsegno.errors import RestoreError, StoreError
+from dalsegno.memory import EMPTY, Node, from_json, to_json
+
+_APPLICATION_ID = 0x44532E43  # "DS.C"
+_VERSION = 1
+_ROWS = 1000
+_SCHEMA = """
+CREATE TABLE job (name TEXT NOT NULL, agent TEXT NOT NULL, store TEXT NOT NULL);
+CREATE TABLE checkpoint (
+    number INTEGER NOT NULL, read INTEGER NOT NULL, position TEXT, sink TEXT NOT NULL
+);
+CREATE TABLE memory (key BLOB PRIMARY KEY, tree BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE inbox (ordinal INTEGER PRIMARY KEY, key BLOB NOT NULL, content BLOB NOT NULL, parked TEXT);
+CREATE TABLE bad_input (ordinal INTEGER PRIMARY KEY, place TEXT NOT NULL, reason TEXT NOT NULL, raw BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """What a job's checkpoints belong to; none of it may change between runs."""
+
+    name: str
+    agent: str
+    store: str
+    """The identity of the task action store, see `TaskActionStore.identity`."""
+
+
+@dataclass(frozen=True, slots=True)
+class InboxEntry:
+    """A message that was read and is not finished. *key* is canonical, *tree* its content; *parked* is why, if it "
+    "is."""
+
+    ordinal: int
+    key: bytes
+    tree: Any
+    parked: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """An input record that could not be read and was set aside."""
+
+    ordinal: int
+    place: str
+    reason: str
+    raw: str
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What changed since the last checkpoint, and where input and sink are now."""
+
+    number: int
+    read: int
+    """How many input records were read."""
+    position: dict[str, Any] | None
+    sink: dict[str, Any]
+    memory: dict[bytes, Node] = field(default_factory=dict)
+    inbox: list[InboxEntry] = field(default_factory=list)
+    """Entries that are new or changed."""
+    finished: list[int] = field(default_factory=list)
+    """Ordinals of inbox entries that are finished."""
+    bad_input: list[BadRecord] = field(default_factory=list)
+
+
+class CheckpointFile:
+    """The checkpoints of one job in the file *path*, or in memory if it is None; then closing keeps them.
+
+    Raises `RestoreError` when the file belongs to something else, and `StoreError` when SQLite fails.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._writer: sqlite3.Connection | None = None
+        self._reader: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
+
+    def open(self, job: JobIdentity) -> Checkpoint | None:
+        """The last completed checkpoint of *job* (without memory and inbox), None for a new job."""
+        with self._lock, self._errors():
+            if self._path:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = self._writer or self._connect()
+            self._reader = self._connect() if self._path else self._writer
+            self._prepare(self._writer, job)
+            row = self._reader.execute("SELECT number, read, position, sink FROM checkpoint").fetchone()
+        if row is None:
+            return None
+        number, read, position, sink = row
+        return Checkpoint(number, read, json.loads(position) if position else None, json.loads(sink))
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Make *checkpoint* the completed one, or leave the last one as it was."""
+        memory = [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items()]
+        position = json.dumps(checkpoint.position) if checkpoint.position is not None else None
+        with self._lock, self._errors():
+            connection = self._open(self._writer)
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                connection.execute("DELETE FROM checkpoint")
+                connection.execute(
+                    "INSERT INTO checkpoint VALUES (?, ?, ?, ?)",
+                    (checkpoint.number, checkpoint.read, position, json.dumps(checkpoint.sink)),
+                )
+                _write(connection, "INSERT OR REPLACE INTO memory VALUES {}", memory)
+                _write(
+                    connection,
+                    "DELETE FROM inbox WHERE (ordinal) IN (VALUES {})",
+                    [(ordinal,) for ordinal in checkpoint.finished],
+                )
+                _write(
+                    connection,
+                    "INSERT OR REPLACE INTO inbox VALUES {}",
+                    [(entry.ordinal, entry.key, codec.dumps(entry.tree), entry.parked) for entry in checkpoint.inbox],
+                )
+                _write(
+                    connection,
+                    "INSERT OR REPLACE INTO bad_input VALUES {}",
+                    [
+                        (bad.ordinal, bad.place, bad.reason, bad.raw.encode("utf-8", "surrogatepass"))
+                        for bad in checkpoint.bad_input
+                    ],
+                )
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def memory(self, key: bytes) -> Node:
+        """The short-term memory of *key* in the last completed checkpoint."""
+        with self._reading() as connection:
+            row = connection.execute("SELECT tree FROM memory WHERE key = ?", (key,)).fetchone()
+        return _node(row[0]) if row else EMPTY
+
+    def memories(self) -> Iterator[tuple[bytes, Node]]:
+        """Every key with its memory, in the order of the keys' canonical bytes."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT key, tree FROM memory ORDER BY key").fetchall()
+        for key, tree in rows:
+            yield key, _node(tree)
+
+    def inbox(self, after: int, limit: int) -> Sequence[InboxEntry]:
+        """Up to *limit* unfinished messages with an ordinal greater than *after*, in order."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT ordinal, key, content, parked FROM inbox WHERE ordinal > ? ORDER BY ordinal LIMIT ?",
+                (after, limit),
+            )
+            return [InboxEntry(ordinal, key, codec.loads(content), parked) for ordinal, key, content, parked in rows]
+
+    def in_inbox(self, ordinal: int) -> bool:
+        """Whether the message *ordinal* was unfinished at the last completed checkpoint."""
+        with self._reading() as connection:
+            return connection.execute("SELECT 1 FROM inbox WHERE ordinal = ?", (ordinal,)).fetchone() is not None
+
+    def bad_input(self) -> Sequence[BadRecord]:
+        """The input records that were set aside."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT ordinal, place, reason, raw FROM bad_input ORDER BY ordinal")
+            return [
+                BadRecord(ordinal, place, reason, raw.decode("utf-8", "surrogatepass"))
+                for ordinal, place, reason, raw in rows
+            ]
+
+    def close(self) -> None:
+        if self._path is None:
+            return
+        with self._lock:
+            for connection in (self._reader, self._writer):
+                if connection is not None:
+                    connection.close()
+            self._reader = self._writer = None
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path or ":memory:", isolation_level=None, check_same_thread=False, timeout=30
+        )
+        if self._path:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection, job: JobIdentity) -> None:
+        application, version, tables = (
+            connection.execute(query).fetchone()[0]
+            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+        if application == 0 and tables == 0:
+            connection.executescript(
+                f"BEGIN IMMEDIATE; PRAGMA application_id={_APPLICATION_ID}; PRAGMA user_version={_VERSION}; "
+                f"{_SCHEMA} COMMIT;"
+            )
+            connection.execute("INSERT INTO job VALUES (?, ?, ?)", (job.name, job.agent, job.store))
+            return
+        if application != _APPLICATION_ID:
+            raise RestoreError(
+                f"{self._path} is an SQLite database, but not one of this library's checkpoint files; give another path"
+            )
+        if version > _VERSION:
+            raise RestoreError(
+                f"{self._path} has checkpoint format {version}; this version of dalsegno reads up to {_VERSION}: "
+                "install the version that wrote it, or a newer one"
+            )
+        self._check_job(connection, job)
+
+    def _check_job(self, connection: sqlite3.Connection, job: JobIdentity) -> None:
+        row = connection.execute("SELECT name, agent, store FROM job").fetchone()
+        if row is None:  # the process ended between the two statements that make a new file
+            connection.execute("INSERT INTO job VALUES (?, ?, ?)", (job.name, job.agent, job.store))
+            return
+        found = JobIdentity(*row)
+        if found.name != job.name:
+            raise RestoreError(
+                f"{self._path} holds the checkpoints of job {found.name!r}, not of {job.name!r}; give another path"
+            )
+        if found.agent != job.agent:
+            raise RestoreError(
+                f"job {job.name!r} belongs to the agent {found.agent!r}, but {job.agent!r} was given. If the class was "
+                f"renamed, keep its recorded name: class {job.agent}(Agent, name={found.agent!r}); for another agent, "
+                "choose another job name"
+            )
+        if found.store != job.store:
+            raise RestoreError(
+                f"the checkpoints of job {job.name!r} in {self._path} belong to another task action store, so what "
+                "happened since the last checkpoint is not known. Put the store back, or delete both and start afresh"
+            )
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection to read with; in memory it is the writer's, which must not be used while it commits."""
+        with self._errors(), nullcontext() if self._path else self._lock:
+            if self._reader is None and self._path and self._path.exists():
+                with closing(
+                    sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
+                ) as connection:
+                    yield connection
+            else:
+                yield self._open(self._reader)
+
+    def _open(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
+        if connection is None:
+            raise StoreError("the checkpoint file is not open")
+        return connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            place = self._path or "the checkpoints in memory"
+            raise StoreError(f"the checkpoint file {place} failed ({type(error).__name__}: {error})") from error
+
+
+def _node(data: bytes) -> Node:
+    tree: Any = codec.loads(data)
+    return from_json(tree)
+
+
+def _write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Run *statement* with many rows at a time.
+
+    Each step of a statement waits for the interpreter lock, which costs up to 5 ms beside a busy event loop.
+    """
+    for start in range(0, len(rows), _ROWS):
+        chunk = rows[start : start + _ROWS]
+        row = f"({', '.join('?' * len(chunk[0]))})"
+        connection.execute(statement.format(", ".join([row] * len(chunk))), list(itertools.chain.from_iterable(chunk)))

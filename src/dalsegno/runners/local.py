@@ -1,0 +1,320 @@
+"""The local runner: an agent over a stream, in one process, safe against crashes.
+
+::
+
+    runner = LocalRunner(ReviewAgent(), job="reviews")
+    report = runner.run("reviews.jsonl", "out.jsonl", key="id")
+
+Many keys at a time, in order per key. Run the same job again after a crash, and it goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from dalsegno.agent import Agent, check_agent
+from dalsegno.core import codec
+from dalsegno.core.commit import GroupCommit
+from dalsegno.core.identity import digest
+from dalsegno.core.task import Environment
+from dalsegno.errors import DefinitionError, InputError
+from dalsegno.memory import Leaf, Node
+from dalsegno.runners.checkpoints import CheckpointFile
+from dalsegno.runners.pipeline import OnBadInput, Pipeline
+from dalsegno.runners.report import OnProgress, Progress, RunReport
+from dalsegno.runners.sinks import open_sink
+from dalsegno.runners.sources import Source, open_source
+from dalsegno.stores import open_store
+from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.sqlite import SqliteStore
+
+Key = str | Callable[[Any], Any] | None
+_PROGRESS_SECONDS = 0.1
+
+
+class LocalRunner:
+    """Runs *agent* as the job *job*. The same job name is the same history; a new name starts afresh.
+
+    *store* is a URL or a store; unless given, ``.dalsegno/<job>.db`` below the present directory. *checkpoints* is the
+    file that holds the job's checkpoints; unless given, it lies beside an SQLite store, or in memory with a store
+    that is in memory. *max_in_flight* bounds the messages that are processed at a time, *checkpoint_interval* is in
+    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company.
+
+    Raises `DefinitionError` for a wrong agent or option.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        job: str,
+        store: str | TaskActionStore | None = None,
+        checkpoints: str | os.PathLike[str] | None = None,
+        max_in_flight: int = 64,
+        checkpoint_interval: float = 5.0,
+        linger: float = 0.002,
+    ) -> None:
+        self.agent = check_agent(agent)
+        self.job = _checked_job(job)
+        if max_in_flight < 1:
+            raise DefinitionError(f"max_in_flight={max_in_flight!r}: at least 1 message must be in flight")
+        if checkpoint_interval <= 0:
+            raise DefinitionError(f"checkpoint_interval={checkpoint_interval!r}: give a positive number of seconds")
+        self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
+        self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints))
+        self._max_in_flight = max_in_flight
+        self._interval = checkpoint_interval
+        self._linger = linger
+        self._pipeline: Pipeline | None = None
+
+    def run(
+        self,
+        source: object,
+        sink: object = None,
+        *,
+        key: Key = None,
+        on_bad_input: OnBadInput = "stop",
+        on_progress: OnProgress | None = None,
+    ) -> RunReport:
+        """`run_async` for code that has no event loop. The first SIGINT or SIGTERM stops the run cleanly."""
+        return asyncio.run(
+            self._run(source, sink, key=key, on_bad_input=on_bad_input, on_progress=on_progress, signals=True)
+        )
+
+    async def run_async(
+        self,
+        source: object,
+        sink: object = None,
+        *,
+        key: Key = None,
+        on_bad_input: OnBadInput = "stop",
+        on_progress: OnProgress | None = None,
+    ) -> RunReport:
+        """Run to the end of *source*, starting where the last run of this job ended.
+
+        *source* is a path (JSON Lines, CSV), ``"-"`` for standard input, an iterable or async iterable; *sink* a path,
+        ``"-"`` for standard output, a function that takes an output, or None to drop outputs. *key* is the field that
+        the stream is partitioned by, or a function of the record; without it all messages have one key, so that one
+        is processed at a time.
+
+        Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits the record,
+        `InputError` for
+        a bad record, `RestoreError` when source, sink, store and checkpoints do not fit together, `StoreError` when
+        something could not be made durable. Whatever it raises, running the job again goes on from the last checkpoint.
+        """
+        return await self._run(source, sink, key=key, on_bad_input=on_bad_input, on_progress=on_progress, signals=False)
+
+    def stop(self) -> None:
+        """Stop the run cleanly: no new call starts, calls in flight end, a last checkpoint is taken. Not "
+        "thread-safe."""
+        if self._pipeline is not None:
+            self._pipeline.report.stopped_by = self._pipeline.report.stopped_by or "stop()"
+            self._pipeline.stop()
+
+    def memories(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Each key with its short-term memory, as nested dicts, after a run."""
+        for key, node in self._checkpoints.memories():
+            yield codec.decode(key), _plain(node)
+
+    async def _run(
+        self,
+        source: object,
+        sink: object,
+        *,
+        key: Key,
+        on_bad_input: OnBadInput,
+        on_progress: OnProgress | None,
+        signals: bool,
+    ) -> RunReport:
+        if self._pipeline is not None:
+            raise DefinitionError(
+                f"job {self.job!r} is already running in this LocalRunner; wait for it, or use another runner and job"
+            )
+        if on_bad_input not in ("stop", "skip", "park"):
+            raise DefinitionError(f"on_bad_input={on_bad_input!r} is not one of 'stop', 'skip', 'park'")
+        report = RunReport(self.job)
+        opened = open_source(source)
+        started = time.monotonic()
+        # Each message may hold one thread with a plain action, which waits for a call that needs another one.
+        pool = ThreadPoolExecutor(2 * self._max_in_flight, "dalsegno-call")
+        try:
+            environment = Environment(self.job, GroupCommit(self._store.put, linger=self._linger), _in_pool(pool))
+            self._pipeline = Pipeline(
+                agent=self.agent,
+                environment=environment,
+                job=self.job,
+                store=self._store,
+                checkpoints=self._checkpoints,
+                source=opened,
+                sink=open_sink(sink),
+                key_of=_key_function(key),
+                owner=f"process {os.getpid()}",
+                max_in_flight=self._max_in_flight,
+                checkpoint_interval=self._interval,
+                on_bad_input=on_bad_input,
+                report=report,
+            )
+            refresh = _Refresh(self._pipeline, opened, started, on_progress)
+            try:
+                with _signals(self.stop, report) if signals else nullcontext():
+                    refresh.start()
+                    await self._pipeline.run()
+            finally:
+                refresh.end()
+                self._pipeline = None
+        finally:
+            # After a cancellation a call may still sit in its thread; waiting for it here would block the event loop.
+            pool.shutdown(wait=False, cancel_futures=True)
+        return report
+
+    def _checkpoint_path(self, given: str | os.PathLike[str] | None) -> Path | None:
+        if not self._store.persistent:
+            if given is not None:
+                raise DefinitionError(
+                    "checkpoints= with a store in memory: after a restart they would not fit together; give both a "
+                    "file, or neither"
+                )
+            return None
+        if given is not None:
+            return Path(given)
+        if isinstance(self._store, SqliteStore):
+            stem = self._store.path.with_suffix("") if self._store.path.suffix == ".db" else self._store.path
+            return stem.with_name(f"{stem.name}.{file_name(self.job)}.checkpoints.db")
+        return Path(".dalsegno") / f"{file_name(self.job)}.checkpoints.db"
+
+
+def file_name(job: str) -> str:
+    """*job* as a part of a file name; two jobs never share one."""
+    name = quote(job, safe=" @+=,").replace(".", "%2E")
+    return name if len(name) <= 150 else f"{name[:117]}~{digest(job)}"
+
+
+def default_store_path(job: str) -> Path:
+    """Where a job's records lie unless a store is given."""
+    return Path(".dalsegno") / f"{file_name(job)}.db"
+
+
+def _checked_job(job: object) -> str:
+    if not (isinstance(job, str) and job.strip()):
+        raise DefinitionError(f"job={job!r}: give the job a name, a string of at least one character that is not blank")
+    try:
+        job.encode()
+    except UnicodeEncodeError:
+        raise DefinitionError(f"job={job!r}: a job name is text that can be written as UTF-8") from None
+    return job
+
+
+def _key_function(key: Key) -> Callable[[Any], Any]:
+    if key is None:
+        return lambda value: None
+    if callable(key):
+        return key
+    field = key
+
+    def of_field(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise InputError(
+                f"the record has no field {field!r}, because it is a {type(value).__name__}, not an object"
+            )
+        try:
+            return value[field]
+        except KeyError:
+            raise InputError(
+                f"the record has no field {field!r}; its fields are {', '.join(map(repr, list(value)[:20])) or 'none'}"
+            ) from None
+
+    return of_field
+
+
+def _in_pool(pool: ThreadPoolExecutor) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
+    async def run_in_thread(function: Callable[[], Any]) -> Any:
+        context = contextvars.copy_context()
+        returned, value = await asyncio.get_running_loop().run_in_executor(pool, context.run, _outcome, function)
+        if returned:
+            return value
+        raise value
+
+    return run_in_thread
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[bool, Any]:
+    """What *function* returned or raised. A future could not carry a StopIteration."""
+    try:
+        return True, function()
+    except BaseException as error:
+        return False, error
+
+
+def _plain(node: Node) -> dict[str, Any]:
+    return {
+        name: codec.from_tree(field.tree) if isinstance(field, Leaf) else _plain(field)
+        for name, field in node.fields.items()
+    }
+
+
+class _Refresh:
+    """Keeps the report's counts and clock up to date, and tells *on_progress*."""
+
+    def __init__(self, pipeline: Pipeline, source: Source, started: float, on_progress: OnProgress | None) -> None:
+        self._pipeline = pipeline
+        self._source = source
+        self._started = started
+        self._on_progress = on_progress
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._update()
+        if self._on_progress is not None:
+            self._timer = asyncio.get_running_loop().call_later(_PROGRESS_SECONDS, self.start)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._update()
+
+    def _update(self) -> None:
+        report, counters = self._pipeline.report, self._pipeline.environment.counters
+        report.calls_executed, report.calls_replayed = counters.executed, counters.replayed
+        report.seconds = time.monotonic() - self._started
+        if self._on_progress is not None:
+            read = self._source.progress(self._pipeline.position)
+            self._on_progress(Progress(report, read, self._source.total()))
+
+
+@contextmanager
+def _signals(stop: Callable[[], None], report: RunReport) -> Iterator[None]:
+    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+
+    def on_signal(number: signal.Signals) -> None:
+        if report.stopped_by is not None and main is not None:
+            # The loop would wait for its own threads, too, and a callee may sit in one for ever.
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            main.cancel(number.name)
+            return
+        report.stopped_by = number.name
+        stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,501 @@
+"""The local runner's machine: one run of one job, from its last checkpoint to the end of its input.
+
+Three activities share one event loop. The *reader* admits messages, in input order, as long as there is room. One
+*worker* per busy key runs that key's messages in order. The *checkpointer* takes a checkpoint now and then.
+
+What makes a message finished happens in one step without any ``await`` (`_finish`): its outputs are written, its key's
+memory moves on, its inbox entry goes. So whatever `_snapshot` sees, between two such steps, is consistent. By then
+everything that the message recorded is durable, so a checkpoint never covers what a crash could take back.
+
+A stop, a failed action and a full disk all end in the same way: no new call starts, calls in flight end and are
+recorded,
+and, unless the store or the sink failed, a last checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dalsegno.agent import Agent
+from dalsegno.core import codec
+from dalsegno.core.commit import GroupCommit
+from dalsegno.core.executor import Executor, Finished, Message, Parked
+from dalsegno.core.records import TaskActionState, by_message
+from dalsegno.core.task import Environment, Stopped
+from dalsegno.errors import CodecError, DivergenceError, InputError, RestoreError, StoreError
+from dalsegno.memory import EMPTY, Node
+from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.report import ParkedMessage, RunReport
+from dalsegno.runners.sinks import Sink
+from dalsegno.runners.sources import BadInput, Source, SourceItem
+from dalsegno.stores.base import Covered, TaskActionStore
+
+_log = logging.getLogger("dalsegno")
+
+OnBadInput = Literal["stop", "skip", "park"]
+
+_BUFFERED_PER_SLOT = 16
+_CACHED_KEYS = 10_000
+_SET_ASIDE_IN_MEMORY = 5_000
+_INBOX_CHUNK = 500
+
+
+@dataclass(slots=True)
+class Entry:
+    """An admitted message that is not finished."""
+
+    ordinal: int
+    message: Message
+    stored: bool
+    """Whether the last checkpoint has it in its inbox."""
+    parked: str | None = None
+
+
+@dataclass(slots=True)
+class KeyState:
+    """What the process holds of one message key."""
+
+    key: bytes
+    memory: Node
+    queue: deque[Entry] = field(default_factory=deque)
+    history: dict[str, list[TaskActionState]] = field(default_factory=dict)
+    busy: bool = False
+    claimed: bool = False
+    parked: bool = False
+    """A message of the key is parked; later ones wait behind it."""
+
+
+class Pipeline:
+    """One run. Everything is opened by `run` and closed when it ends."""
+
+    def __init__(
+        self,
+        *,
+        agent: Agent,
+        environment: Environment,
+        job: str,
+        store: TaskActionStore,
+        checkpoints: CheckpointFile,
+        source: Source,
+        sink: Sink,
+        key_of: Callable[[Any], Any],
+        owner: str,
+        max_in_flight: int,
+        checkpoint_interval: float,
+        on_bad_input: OnBadInput,
+        report: RunReport,
+    ) -> None:
+        self.environment = environment
+        self.report = report
+        self.position: dict[str, Any] | None = None
+        self._agent = agent
+        self._job = job
+        self._store = store
+        self._checkpoints = checkpoints
+        self._source = source
+        self._sink = sink
+        self._key_of = key_of
+        self._owner = owner
+        self._interval = checkpoint_interval
+        self._on_bad_input = on_bad_input
+        self._executor = Executor(agent, environment)
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._room = max_in_flight * _BUFFERED_PER_SLOT
+        self._keys: OrderedDict[bytes, KeyState] = OrderedDict()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._reader: asyncio.Task[None] | None = None
+        self._admitted = 0
+        self._set_aside = 0
+        self._unfinished: dict[int, Entry] = {}
+        self._has_room = asyncio.Event()
+        self._checkpoint_due = asyncio.Event()
+        self._ending = False
+        self._failure: BaseException | None = None
+        self._tainted = False
+        # What changed since the last checkpoint.
+        self._number = 0
+        self._read_records = 0
+        self._changes = 0
+        self._changed: dict[bytes, KeyState] = {}
+        self._covered: list[tuple[bytes, str]] = []
+        self._finished_entries: list[int] = []
+        self._bad: list[BadRecord] = []
+        self._memory_on_disk = False
+        self._recorded_keys: dict[str, bytes] = {}
+        """The key of each message that is recorded, was not read before the last checkpoint, and is yet to be read."""
+
+    @property
+    def log(self) -> GroupCommit:
+        assert isinstance(self.environment.log, GroupCommit)
+        return self.environment.log
+
+    async def run(self) -> None:
+        """Run to the end of the input, to a stop, or to the first failure, which is raised."""
+        await self._store.open(self._job, self._owner)
+        try:
+            await self._restore()
+            await self._process_all()
+        finally:
+            self._sink.close()
+            await self._source.close()
+            self._checkpoints.close()
+            await self._store.close()
+
+    def stop(self) -> None:
+        """Start no new call, let those in flight end, take a last checkpoint and return from `run`."""
+        self.environment.stopping = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _process_all(self) -> None:
+        self._reader = asyncio.create_task(self._guarded(self._read()), name="dalsegno-reader")
+        checkpointer = asyncio.create_task(self._guarded(self._checkpoint_now_and_then()), name="dalsegno-checkpointer")
+        if self.environment.stopping:  # asked to before there was anything to stop
+            self._reader.cancel()
+        try:
+            await asyncio.wait([self._reader])
+            while self._workers:
+                await asyncio.wait(self._workers)
+            await self._guarded(self.log.close())  # what no message waits for any more
+        except asyncio.CancelledError:
+            for task in (self._reader, checkpointer, *self._workers):
+                task.cancel()
+            await asyncio.wait([self._reader, checkpointer, *self._workers])
+            raise
+        self._ending = True
+        self._checkpoint_due.set()
+        await checkpointer
+        if self._failure is not None:
+            raise self._failure
+
+    async def _guarded(self, activity: Coroutine[Any, Any, None]) -> None:
+        """Run one activity; its failure stops the others."""
+        try:
+            await activity
+        except asyncio.CancelledError:
+            if not self.environment.stopping:
+                raise
+        except Stopped:
+            pass
+        except InputError as error:
+            # What was read before the bad record is still to be finished.
+            self._failure = self._failure or error
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        if isinstance(error, StoreError):
+            self._tainted = True
+        self.stop()
+
+    # Start: go back to the last checkpoint.
+
+    async def _restore(self) -> None:
+        last = self._checkpoints.open(JobIdentity(self._job, self._agent.name, self._store.identity))
+        pruned = self._store.pruned_through
+        if pruned > (last.number if last else 0):
+            raise RestoreError(
+                f"job {self._job!r} would go on from checkpoint {last.number if last else 'none'}, but the store has "
+                f"already dropped what was needed to replay from before checkpoint {pruned}: the checkpoint file is "
+                "older than the store. Put the newer checkpoint file back, or start a new job"
+            )
+        if last and pruned < last.number - 1:
+            raise RestoreError(
+                f"job {self._job!r} would go on from checkpoint {last.number}, but the store was last pruned for "
+                f"checkpoint {pruned}: it is older than the checkpoint file, so what happened since is not recorded in "
+                "it. Put the newer store back, or start a new job"
+            )
+        self._sink.open(last.sink if last else None)
+        if last is None:
+            # From now on a restart knows how long the sink was before this job wrote to it.
+            last = Checkpoint(0, 0, None, self._sink.snapshot())
+            self._sink.flush(last.sink)
+            self._checkpoints.commit(last)
+        else:
+            self._memory_on_disk = True
+        self._number = last.number
+        self._read_records = last.read
+        self.position = last.position
+        await self._claim_recorded()
+
+    async def _claim_recorded(self) -> None:
+        """Claim every key that has records, and drop what the last checkpoint covered but a crash left unpruned."""
+        leftovers: list[tuple[bytes, str]] = []
+        for key in await self._store.keys():
+            state = self._key_state(key)
+            await self._claim(state)
+            for message in list(state.history):
+                ordinal = self._ordinal(message)
+                if ordinal >= self._read_records:
+                    self._recorded_keys[message] = key
+                elif not self._checkpoints.in_inbox(ordinal):
+                    leftovers.append((key, message))
+                    del state.history[message]
+        if leftovers:
+            await self._store.prune(Covered(self._number, leftovers))
+
+    def _ordinal(self, message_id: str) -> int:
+        if not message_id.isdecimal():
+            raise RestoreError(
+                f"the store has records of job {self._job!r} with the message id {message_id!r}, which the local "
+                "runner did not give: another runner made them. Give this job another name"
+            )
+        return int(message_id)
+
+    # The reader.
+
+    async def _read(self) -> None:
+        await self._read_inbox()
+        async for item in await self._source.open(self.position):
+            message = self._message_of(item)
+            if message is not None:
+                while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
+                    await self._wait_for_room()
+                self._admit(Entry(item.ordinal, message, stored=False))
+            self.position = item.position
+            self._read_records = item.ordinal + 1
+            self._changes += 1
+        if self._recorded_keys:
+            first = min(self._recorded_keys, key=int)
+            raise RestoreError(
+                f"the input {self._source.describe()} ended after {self._read_records:,} records, but before a crash "
+                f"this job had read at least {int(first) + 1:,} of it, and message {first!r} is recorded: the input "
+                "was cut or replaced. Put it back and run the job again, or give the job a new name to start afresh"
+            )
+
+    async def _read_inbox(self) -> None:
+        """Take up again what was in flight at the last checkpoint."""
+        after = -1
+        while entries := self._checkpoints.inbox(after, _INBOX_CHUNK):
+            for found in entries:
+                while self._admitted >= self._room:
+                    await self._wait_for_room()
+                key = codec.decode(found.key)
+                message = Message(key, found.key, str(found.ordinal), found.tree)
+                self._admit(Entry(found.ordinal, message, stored=True))
+            after = entries[-1].ordinal
+
+    async def _wait_for_room(self) -> None:
+        if self._set_aside >= _SET_ASIDE_IN_MEMORY:
+            self._checkpoint_due.set()
+        self._has_room.clear()
+        await self._has_room.wait()
+
+    def _message_of(self, item: SourceItem) -> Message | None:
+        """The message of an input record, None if the record is bad and that is not to stop the job."""
+        value = item.value
+        if not isinstance(value, BadInput):
+            try:
+                return self._with_recorded_key(Message.of(self._key_for(value), str(item.ordinal), value))
+            except (CodecError, InputError) as error:
+                place = f"line {item.position['line']}" if "line" in item.position else f"record {item.ordinal + 1}"
+                value = BadInput(f"{self._source.describe()}, {place}", str(error), repr(value)[:2000])
+        if self._on_bad_input == "stop":
+            raise InputError(
+                f"{value.where}: {value.reason}. Nothing was read past it: mend the record, or set it aside with "
+                f"--on-bad-input park (skip to ignore it). The record: {value.raw[:200]!r}"
+            )
+        if self._on_bad_input == "skip":
+            self.report.skipped += 1
+            _log.warning("%s: %s; skipped", value.where, value.reason)
+        else:
+            self.report.set_aside += 1
+            _log.warning("%s: %s; set aside", value.where, value.reason)
+            self._bad.append(BadRecord(item.ordinal, value.where, value.reason, value.raw))
+        return None
+
+    def _key_for(self, value: Any) -> Any:
+        try:
+            return self._key_of(value)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"the key function raised {type(error).__name__}: {error}") from error
+
+    def _with_recorded_key(self, message: Message) -> Message:
+        recorded = self._recorded_keys.pop(message.id, message.key_bytes)
+        if recorded != message.key_bytes:
+            raise DivergenceError(
+                f"job {self._job!r}: message {message.id!r} has the key {message.key!r}, but was recorded with "
+                f"{codec.decode(recorded)!r} before the restart: the key function or the input was changed. Put it "
+                "back until the messages in flight are done, or give the job a new name to start afresh"
+            )
+        return message
+
+    def _admit(self, entry: Entry) -> None:
+        self._unfinished[entry.ordinal] = entry
+        state = self._key_state(entry.message.key_bytes)
+        if state.parked:
+            self._put_aside(entry)
+            return
+        self._admitted += 1
+        state.queue.append(entry)
+        if not state.busy:
+            state.busy = True
+            worker = asyncio.create_task(self._guarded(self._work(state)))
+            self._workers.add(worker)
+            worker.add_done_callback(self._workers.discard)
+
+    def _key_state(self, key: bytes) -> KeyState:
+        state = self._keys.get(key)
+        if state is None:
+            memory = self._checkpoints.memory(key) if self._memory_on_disk else EMPTY
+            state = self._keys[key] = KeyState(key, memory)
+        else:
+            self._keys.move_to_end(key)
+        return state
+
+    # The workers.
+
+    async def _work(self, state: KeyState) -> None:
+        try:
+            while state.queue and not self.environment.stopping:
+                async with self._slots:
+                    if not self.environment.stopping:
+                        await self._process(state, state.queue[0])
+        finally:
+            state.busy = False
+
+    async def _process(self, state: KeyState, entry: Entry) -> None:
+        if not state.claimed:
+            await self._claim(state)
+            # Keys with records of an earlier process were claimed at the start; what else is there is done and not yet
+            # pruned.
+            state.history = {
+                message: states for message, states in state.history.items() if int(message) in self._unfinished
+            }
+        history = state.history.get(entry.message.id, ())
+        result = await self._executor.run(entry.message, state.memory, history)
+        await self.log.barrier()
+        if isinstance(result, Parked):
+            self._park(state, entry, result.reason)
+        else:
+            self._finish(state, entry, result)
+        if self._admitted < self._room:
+            self._has_room.set()
+
+    async def _claim(self, state: KeyState) -> None:
+        state.history = by_message(await self._store.claim(state.key))
+        state.claimed = True
+
+    def _finish(self, state: KeyState, entry: Entry, result: Finished) -> None:
+        """The message is done and durable. No await in here: a checkpoint sees all of it or nothing."""
+        try:
+            for output in result.outputs:
+                self._sink.write(output.value, output.id, output.value)
+        except BaseException:
+            self._tainted = True  # a part of the message's outputs may be in the sink
+            raise
+        self.report.outputs += len(result.outputs)
+        self.report.messages += 1
+        if result.memory is not state.memory:
+            state.memory = result.memory
+            self._changed[state.key] = state
+        state.queue.popleft()
+        state.history.pop(entry.message.id, None)
+        del self._unfinished[entry.ordinal]
+        if entry.stored:
+            self._finished_entries.append(entry.ordinal)
+        self._covered.append((state.key, entry.message.id))
+        self._admitted -= 1
+        self._changes += 1
+
+    def _park(self, state: KeyState, entry: Entry, reason: str) -> None:
+        """Set the message aside; the key's later ones wait behind it, and take no room."""
+        _log.warning("message %r of key %r is parked: %s", entry.message.id, entry.message.key, reason)
+        self.report.parked.append(ParkedMessage(entry.message.key, entry.message.id, reason))
+        entry.parked = reason
+        entry.stored = False  # the inbox is to hold the reason
+        state.parked = True
+        self._admitted -= len(state.queue)
+        self._set_aside += 1
+        state.queue.popleft()
+        while state.queue:
+            self._put_aside(state.queue.popleft())
+        self._changes += 1
+
+    def _put_aside(self, entry: Entry) -> None:
+        self.report.waiting += 1
+        self._set_aside += 1
+        if entry.stored:
+            self._forget([entry])
+
+    def _forget(self, entries: list[Entry]) -> None:
+        """What is set aside and in the inbox of a completed checkpoint needs no place in memory."""
+        for entry in entries:
+            if entry.stored and self._unfinished.pop(entry.ordinal, None) is not None:
+                self._set_aside -= 1
+        self._has_room.set()
+
+    # The checkpointer.
+
+    async def _checkpoint_now_and_then(self) -> None:
+        seen = self._changes
+        last = False
+        while not last:
+            try:
+                async with asyncio.timeout(self._interval):
+                    await self._checkpoint_due.wait()
+            except TimeoutError:
+                pass
+            self._checkpoint_due.clear()
+            last = self._ending  # asked before the checkpoint: what changes while it is written needs another one
+            if self._changes != seen and not self._tainted:
+                seen = self._changes
+                await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        checkpoint, entries = self._snapshot()
+        covered, self._covered = self._covered, []
+        try:
+            await asyncio.to_thread(self._write, checkpoint)
+        except BaseException:
+            self._tainted = True
+            raise
+        self._number = checkpoint.number
+        self._memory_on_disk = True
+        self.report.checkpoints += 1
+        self._forget([entry for entry in entries if self._keys[entry.message.key_bytes].parked])
+        self._evict()
+        await self._store.prune(Covered(checkpoint.number, covered))
+
+    def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
+        """What changed, taken in one step; only references to the changed keys' memory are copied."""
+        entries = [entry for entry in self._unfinished.values() if not entry.stored]
+        for entry in entries:
+            entry.stored = True
+        changed, self._changed = self._changed, {}
+        finished, self._finished_entries = self._finished_entries, []
+        bad, self._bad = self._bad, []
+        checkpoint = Checkpoint(
+            self._number + 1,
+            self._read_records,
+            self.position,
+            self._sink.snapshot(),
+            {key: state.memory for key, state in changed.items()},
+            [InboxEntry(entry.ordinal, entry.message.key_bytes, entry.message.tree, entry.parked) for entry in entries],
+            finished,
+            bad,
+        )
+        return checkpoint, entries
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        self._sink.flush(checkpoint.sink)
+        self._checkpoints.commit(checkpoint)
+
+    def _evict(self) -> None:
+        """Forget the keys that were idle for longest; their memory is in the checkpoint."""
+        surplus = len(self._keys) - _CACHED_KEYS
+        for key, state in list(self._keys.items()):
+            if surplus <= 0:
+                break
+            if not (state.busy or state.queue or state.parked or state.history or key in self._changed):
+                del self._keys[key]
+                surplus -= 1

@@ -1,0 +1,54 @@
+"""What a run did, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedMessage:
+    """A message that was set aside, and why."""
+
+    key: Any
+    message_id: str
+    reason: str
+
+
+@dataclass(slots=True)
+class RunReport:
+    """What one run of a job did. Counts are of this run, not of the job's whole history."""
+
+    job: str
+    messages: int = 0
+    """Messages that were finished."""
+    outputs: int = 0
+    calls_executed: int = 0
+    calls_replayed: int = 0
+    """Calls that were answered from the record."""
+    parked: list[ParkedMessage] = field(default_factory=list)
+    """Messages that are set aside as in doubt when the run ends."""
+    waiting: int = 0
+    """Messages that wait behind a parked one of their key."""
+    skipped: int = 0
+    """Input records that could not be read and were skipped."""
+    set_aside: int = 0
+    """Input records that could not be read and were set aside."""
+    checkpoints: int = 0
+    seconds: float = 0.0
+    stopped_by: str | None = None
+    """The name of the signal that stopped the run before its input was finished, ``"stop()"``, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is. *read* and *total* are in the source's unit (bytes of a file, records); *total* may be "
+    "unknown."""
+
+    report: RunReport
+    read: int
+    total: int | None
+
+
+OnProgress = Callable[[Progress], None]
