@@ -1,0 +1,1 @@
+"""Seeing and operating jobs: the command line. Nothing imports this package."""

@@ -1,0 +1,274 @@
+"""The command line, ``dalsegno``.
+
+Exit codes of ``dalsegno run``: 0 the input is finished; 1 the run failed; 2 wrong usage; 3 finished, but messages are
+parked or records were set aside; 130 and 143 stopped by SIGINT or SIGTERM before the end of the input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import sys
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dalsegno.errors import DalSegnoError, DefinitionError, raised_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dalsegno.agent import Agent
+    from dalsegno.runners.report import OnProgress, Progress, RunReport
+
+app = typer.Typer(
+    name="dalsegno",
+    help="AI agents on streams that are safe to crash.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+PARKED = 3
+_SIGNAL_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+class BadInputChoice(StrEnum):
+    """What happens to an input record that cannot be read."""
+
+    stop = "stop"
+    skip = "skip"
+    park = "park"
+
+
+class _EndAtOnce(Exception):
+    """A second signal came; *code* is the exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def main() -> None:
+    """Entry point of the ``dalsegno`` command."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except DalSegnoError as error:
+        print(f"dalsegno: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, DefinitionError) else 1)
+    except _EndAtOnce as end:
+        # A callee may still sit in a thread that nothing can end, and the interpreter would wait for that.
+        sys.stdout.flush()
+        os._exit(end.code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from dalsegno import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    agent: Annotated[
+        str, typer.Argument(metavar="MODULE:AGENT", help="Where the agent is, as in examples.reviews:agent.")
+    ],
+    job: Annotated[str, typer.Option(help="Name of the job: the same name goes on with the same history.")],
+    source: Annotated[str, typer.Option(help="JSON Lines or CSV file, or - for JSON Lines on standard input.")],
+    sink: Annotated[str, typer.Option(help="JSON Lines file for the outputs, or - for standard output.")] = "-",
+    key: Annotated[
+        str | None, typer.Option(help="Field that messages are partitioned by. Without it, one message at a time.")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="URL of the store. [default: sqlite:///.dalsegno/JOB.db]")] = None,
+    checkpoints: Annotated[
+        str | None, typer.Option(help="File of the job's checkpoints. [default: beside the store]")
+    ] = None,
+    on_bad_input: Annotated[
+        BadInputChoice, typer.Option(help="What to do with a record that cannot be read.")
+    ] = BadInputChoice.stop,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Messages that are processed at a time.")] = 64,
+    checkpoint_interval: Annotated[float, typer.Option(min=0.01, help="Seconds between checkpoints.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
+) -> None:
+    """Run an agent over a stream of records; run it again after a crash, and it goes on where it was."""
+    from dalsegno.runners.local import LocalRunner
+
+    runner = LocalRunner(
+        load_agent(agent),
+        job=job,
+        store=store,
+        checkpoints=checkpoints,
+        max_in_flight=max_in_flight,
+        checkpoint_interval=checkpoint_interval,
+    )
+    with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
+        report = _run_to_the_end(runner, source, sink, key, on_bad_input, on_progress)
+    # Outputs on standard output are not to be mixed with the summary.
+    print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
+    raise typer.Exit(_exit_code(report))
+
+
+def _run_to_the_end(
+    runner: Any, source: str, sink: str, key: str | None, on_bad_input: BadInputChoice, on_progress: OnProgress | None
+) -> RunReport:
+    import asyncio
+
+    try:
+        report: RunReport = runner.run(source, sink, key=key, on_bad_input=on_bad_input.value, on_progress=on_progress)
+    except asyncio.CancelledError as second_signal:
+        raise _EndAtOnce(_SIGNAL_CODES.get(str(second_signal), 1)) from None
+    return report
+
+
+@app.command()
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as one JSON object.")] = False,
+    kills: Annotated[int, typer.Option(min=1, max=20, help="How often the agent's process is killed.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="Chooses where the kills fall. [default: random]")] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the files of both runs there.")] = None,
+) -> None:
+    """Kill an agent in the middle of its work, with this library and without it, and count what went wrong."""
+    from dalsegno.demo.show import show_demo
+
+    raise typer.Exit(show_demo(kills=kills, seed=seed, keep=keep, as_json=as_json))
+
+
+def load_agent(spec: str) -> Agent:
+    """The agent that *spec*, ``module:attribute``, names; an agent class is instantiated.
+
+    The present folder is importable. Raises `DefinitionError` that says what is missing where.
+    """
+    from dalsegno.agent import Agent, check_agent
+
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise DefinitionError(f"{spec!r} does not name an agent: write MODULE:AGENT, as in examples.reviews:agent")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _not_importable(module_name, error) from error
+        raise DefinitionError(
+            f"there is no module {error.name!r} in {os.getcwd()} or among what is installed; MODULE:AGENT is written "
+            "with dots, as in examples.reviews:agent"
+        ) from error
+    except Exception as error:
+        raise _not_importable(module_name, error) from error
+    found: object = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            agents = [n for n, value in vars(module).items() if isinstance(value, Agent)]
+            raise DefinitionError(
+                f"module {module_name!r} has no {attribute!r}; its agents are {', '.join(map(repr, agents)) or 'none'}"
+            )
+        found = getattr(found, name)
+    if isinstance(found, type) and issubclass(found, Agent):
+        found = found()
+    return check_agent(found)
+
+
+def _not_importable(module_name: str, error: Exception) -> DefinitionError:
+    return DefinitionError(
+        f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}"
+    )
+
+
+def _exit_code(report: RunReport) -> int:
+    if report.stopped_by is not None:
+        return _SIGNAL_CODES.get(report.stopped_by, 1)
+    return PARKED if report.parked or report.set_aside else 0
+
+
+def _as_json(report: RunReport) -> str:
+    fields = dataclasses.asdict(report)
+    fields["parked"] = [{**parked, "key": _json_or_text(parked["key"])} for parked in fields["parked"]]
+    return json.dumps(fields)
+
+
+def _json_or_text(key: object) -> object:
+    try:
+        json.dumps(key, allow_nan=False)
+    except (TypeError, ValueError):
+        return repr(key)
+    return key
+
+
+def _summary(report: RunReport) -> str:
+    rows = [
+        ("messages", report.messages),
+        ("outputs", report.outputs),
+        ("calls executed", report.calls_executed),
+        ("calls replayed", report.calls_replayed),
+        ("parked", len(report.parked)),
+        ("checkpoints", report.checkpoints),
+        ("seconds", f"{report.seconds:.2f}"),
+    ]
+    if report.waiting:
+        rows.insert(5, ("waiting behind a parked message", report.waiting))
+    if report.skipped or report.set_aside:
+        rows.insert(5, ("bad records skipped", report.skipped))
+        rows.insert(6, ("bad records set aside", report.set_aside))
+    ending = f"stopped by {report.stopped_by}; run it again to go on" if report.stopped_by else "finished"
+    lines = [f"job {report.job}: {ending}", *(f"  {name:<32}{value:>12}" for name, value in rows)]
+    lines += [
+        f"  parked: key {parked.key!r}, message {parked.message_id}: {parked.reason}" for parked in report.parked[:10]
+    ]
+    if len(report.parked) > 10:
+        lines.append(f"  … and {len(report.parked) - 10} more parked messages")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
+    """A bar on standard error, by bytes or records read where the total is known."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[counts]}"),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None, counts="")
+
+        def on_progress(progress: Progress) -> None:
+            report = progress.report
+            calls = f"{report.calls_executed:,} calls executed, {report.calls_replayed:,} replayed"
+            counts = f"{report.messages:,} messages, {calls}"
+            if report.parked:
+                counts += f", {len(report.parked)} parked"
+            bar.update(task, description=report.job, completed=progress.read, total=progress.total, counts=counts)
+
+        yield on_progress
+
+
+if __name__ == "__main__":
+    main()
