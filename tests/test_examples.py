@@ -88,7 +88,7 @@ def test_was_notified_finds_exactly_the_mail_of_its_call(tmp_path: Path, monkeyp
     monkeypatch.setenv("REVIEWS_SENT_MAIL", str(tmp_path / "mail.jsonl"))
 
     def as_call(key: str, function: Any) -> Any:
-        token = effects.running.set(effects.CurrentCall("reviews", "notify_manager", 1, lambda: key))
+        token = effects.running.set(lambda: effects.CurrentCall("reviews", "notify_manager", 1, key))
         try:
             return function("product-1")
         finally:

@@ -780,7 +780,7 @@ class Whole(Agent):
         ctx.send_event(OutputEvent(output=[*results, memory.get("sum")]))
 
 
-INPUT = [{"k": "a", "n": 1}, {"k": "b", "n": 2}, {"k": "a", "n": 3}]
+INPUT = [{"k": "a", "n": 1}, {"k": "b", "n": 2}, {"k": "a", "n": 3}, {"k": "b", "n": 4}]
 
 
 def whole_run(world: World, tools: Tools, **options: Any) -> tuple[list[Any], dict[Any, Any]]:
@@ -791,15 +791,19 @@ def whole_run(world: World, tools: Tools, **options: Any) -> tuple[list[Any], di
 
 def failing_tools() -> Tools:
     tools = Tools()
-    tools.fail_on = {f"fails {n}": ValueError("always") for n in (1, 2, 3)}
+    tools.fail_on = {f"fails {n}": ValueError("always") for n in (1, 2, 3, 4)}
     return tools
+
+
+NO_TIMER = 3600
+"""A linger for which batches do not depend on how quick the machine is."""
 
 
 def count_puts(folder: Path) -> tuple[int, list[Any], dict[Any, Any], list[Any]]:
     folder.mkdir()
     world, tools = World("memory", folder), failing_tools()
     store = world.store()
-    outputs, memories = whole_run(world, tools, store=store, max_in_flight=1)
+    outputs, memories = whole_run(world, tools, store=store, max_in_flight=1, linger=NO_TIMER)
     return len(store.batches), outputs, memories, sorted(map(str, tools.made))
 
 
@@ -821,7 +825,9 @@ def test_a_crash_at_any_write_of_the_store_changes_nothing(
             reached = crash_at(store, moment, point if crash_number == 0 else point % 3)
             try:
                 crashed(
-                    world.runner(Whole(tools), store=store, max_in_flight=1, checkpoint_interval=interval),
+                    world.runner(
+                        Whole(tools), store=store, max_in_flight=1, checkpoint_interval=interval, linger=NO_TIMER
+                    ),
                     INPUT,
                     world.out,
                     key="k",

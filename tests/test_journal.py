@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dalsegno.core import codec
 from dalsegno.core.identity import callable_name, digest, fingerprint, idempotency_key, key_bytes, task_id
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import FORMAT_VERSION, Record, TaskActionState, encode_body, fold
+from dalsegno.core.records import FORMAT_VERSION, Record, TaskActionState, dump_body, fold, new_body
 from dalsegno.core.transitions import CALL_TRANSITIONS, CallStatus, advance
 from dalsegno.errors import DefinitionError, DivergenceError, RecordError
 
@@ -27,9 +27,9 @@ class Tape:
         self.records: list[Record] = []
 
     def journal(self) -> Journal:
-        def append(kind: str, fields: dict[str, Any]) -> None:
+        def append(body: dict[str, Any]) -> None:
             header = {} if self.records else {"task": HEADER}
-            self.records.append(Record(b"null", "0", "t", encode_body(kind, {**header, **fields})))
+            self.records.append(Record(b"null", "0", "t", dump_body(body | header)))
 
         states = fold(self.records)
         return Journal(states[0] if states else None, append, "the task")
@@ -223,7 +223,7 @@ def test_a_failure_that_the_action_caught_is_recorded_with_its_next_call(tape: T
 def test_a_failure_that_the_action_caught_is_recorded_when_it_is_done(tape: Tape) -> None:
     journal = tape.journal()
     failing(journal, "a")
-    journal.done({"last": True})
+    journal.done(new_body("done") | {"last": True})
     assert tape.state.done
     assert tape.state.calls[0].error == ERROR
 
@@ -464,7 +464,7 @@ def test_any_sequential_program_replays_after_any_crash(program: list[tuple[str,
                 else:
                     journal.complete(call, number)
         journal.check_complete()
-        journal.done({"last": True})
+        journal.done(new_body("done") | {"last": True})
         return outcomes, executed
 
     first, _ = play()

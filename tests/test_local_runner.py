@@ -961,3 +961,83 @@ def test_the_same_store_object_can_be_used_again() -> None:
     store = MemoryStore()
     for job in ("a", "b"):
         assert run(LocalRunner(Scripted(echo), job=job, store=store), [1]).messages == 1
+
+
+def test_checkpoints_are_taken_while_callees_hold_all_threads_of_the_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = threading.Event()
+    commit = pipeline.CheckpointFile.commit
+
+    def committed(self: pipeline.CheckpointFile, checkpoint: pipeline.Checkpoint) -> None:
+        commit(self, checkpoint)
+        if checkpoint.number:  # the first is taken before anything starts
+            taken.set()
+
+    monkeypatch.setattr(pipeline.CheckpointFile, "commit", committed)
+
+    async def wait_for_a_checkpoint(number: int) -> bool:
+        return await asyncio.to_thread(taken.wait, PATIENCE / 2)
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        return await ctx.durable_execute(wait_for_a_checkpoint, value["id"], effect="read", name="wait")
+
+    runner = world.runner(Scripted(body), checkpoint_interval=0.02)
+    run(runner, messages(60), world.out, key="id")
+    assert world.outputs() == [True] * 60
+
+
+def test_crashes_before_each_prune_do_not_make_the_store_look_older_than_the_checkpoints(
+    world: World, tools: Tools, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(source, messages(30))
+    tools.delays = dict.fromkeys(range(30), 0.002)
+    agent = Scripted(idempotent(tools))
+    for _ in range(3):
+        store, pruning = world.store(), threading.Event()
+
+        async def hang(covered: Covered, store: Any = store, pruning: threading.Event = pruning) -> Any:
+            if not covered.messages:
+                return await store.inner.prune(covered)
+            pruning.set()
+            return await asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(store, "prune", hang)
+        crashed(
+            world.runner(agent, store=store, checkpoint_interval=0.005), source, world.out, key="k", when=pruning.is_set
+        )
+    run(world.runner(agent), source, world.out, key="k")
+    assert len(world.outputs()) == 30
+
+
+def test_a_store_that_is_older_than_the_checkpoints_is_refused(tmp_path: Path, tools: Tools, source: Path) -> None:
+    world, agent = World("sqlite", tmp_path), Scripted(counting(tools))
+    write(source, messages(10))
+    run(world.runner(agent), source, world.out, key="k")
+    backup = tmp_path / "backup"
+    backup.mkdir()
+    for file in tmp_path.glob("*.db"):
+        if "checkpoints" not in file.name:
+            shutil.copy(file, backup / file.name)
+    for count in (20, 30):
+        write(source, messages(count))
+        run(world.runner(agent), source, world.out, key="k")
+    for file in backup.iterdir():
+        shutil.copy(file, tmp_path / file.name)
+    write(source, messages(40))
+    with pytest.raises(RestoreError, match="the store was last pruned for checkpoint"):
+        run(world.runner(agent), source, world.out, key="k")
+
+
+def test_an_input_that_is_cut_before_a_recorded_message_is_refused(world: World, tools: Tools, source: Path) -> None:
+    write(source, messages(10))
+    tools.hang_on = {9}
+    agent = Scripted(counting(tools))
+    crashed(world.runner(agent, checkpoint_interval=3600), source, world.out, key="k", when=lambda: 9 in tools.hanging)
+    tools.hang_on = set()
+    write(source, messages(5))
+    with pytest.raises(RestoreError, match="the input was cut or replaced"):
+        run(world.runner(agent), source, world.out, key="k")
+    write(source, messages(10))
+    run(world.runner(agent), source, world.out, key="k")
+    assert len(world.outputs()) == 9, "the call that was in flight is in doubt, and its message parked"

@@ -12,8 +12,9 @@ identity of everything it records; the agent's ``name`` (the class name unless g
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -128,9 +129,14 @@ class Agent(metaclass=_AgentMeta):
         cls.name = name or cls.__name__
         cls.actions = _collect(cls)
 
-    def handlers(self, event_type: type[Event]) -> list[ActionSpec]:
+    def handlers(self, event_type: type[Event]) -> Sequence[ActionSpec]:
         """The actions that *event_type* triggers, in the order of their definition."""
-        return [spec for spec in self.actions.values() if issubclass(event_type, spec.event_types)]
+        return _handlers(type(self), event_type)
+
+
+@functools.cache
+def _handlers(agent: type[Agent], event_type: type[Event]) -> list[ActionSpec]:
+    return [spec for spec in agent.actions.values() if issubclass(event_type, spec.event_types)]
 
 
 def _collect(cls: type[Agent]) -> dict[str, ActionSpec]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Effect = Literal["read", "idempotent", "once"]
@@ -49,15 +49,12 @@ class CurrentCall:
     name: str
     attempt: int
     """1 in the first attempt."""
-    make_key: Callable[[], str] = field(repr=False, compare=False)
-
-    @property
-    def idempotency_key(self) -> str:
-        """Equal in every attempt and after every restart, different for every other call; legal in an HTTP header."""
-        return self.make_key()
+    idempotency_key: str
+    """Equal in every attempt and after every restart, different for every other call; legal in an HTTP header."""
 
 
-running: ContextVar[CurrentCall] = ContextVar("dalsegno_current_call")
+running: ContextVar[Callable[[], CurrentCall]] = ContextVar("dalsegno_current_call")
+"""Makes the `CurrentCall` when it is asked for; few calls ask."""
 
 
 def current_call() -> CurrentCall:
@@ -66,7 +63,7 @@ def current_call() -> CurrentCall:
     Raises `LookupError` outside of a durable call.
     """
     try:
-        return running.get()
+        return running.get()()
     except LookupError:
         raise LookupError(
             "current_call() is only known inside a function that runs in ctx.durable_execute, or in its reconcile"

@@ -35,7 +35,7 @@ def describe(function: Callable[..., Any]) -> Callee:
     target, owner = function, None
     if inspect.ismethod(function):
         target, owner = function.__func__, type(function.__self__)
-    if not inspect.isfunction(target) or target.__closure__:
+    if not inspect.isfunction(target) or "<" in target.__qualname__:  # <locals> and <lambda> come anew each time
         return _describe(function)
     known = _known.get((target, owner))
     if known is None:
@@ -65,6 +65,8 @@ def check_options(
     function: Callable[..., Any], callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
 ) -> str:
     """The name of the call. Raises `DefinitionError` for an unknown effect, a missing name, an ambiguous argument."""
+    if options.reconcile is None and not callee.colliding and callee.name and options.effect in EFFECTS:
+        return options.name or callee.name
     if options.effect not in EFFECTS:
         raise DefinitionError(f"effect={options.effect!r} is not one of {', '.join(map(repr, EFFECTS))}")
     if options.reconcile is not None and options.effect != "once":

@@ -48,6 +48,7 @@ from dalsegno.core.codec_dispatch import (
 from dalsegno.errors import CodecError
 
 _NO_DEFAULT = object()
+_set = object.__setattr__
 _Members = dict[str, types.MemberDescriptorType]
 
 
@@ -328,6 +329,11 @@ def _decode_named(tree: dict[str, Any]) -> object:
 
 
 @per_class
+def _is_model(cls: type) -> bool:
+    return issubclass(cls, BaseModel)
+
+
+@per_class
 def _simple_fields(cls: type[BaseModel]) -> dict[str, None] | None:
     """The fields of a model that has no other state, as nearly all have; None for one that may have some."""
     simple = not (
@@ -344,8 +350,9 @@ def _simple_fields(cls: type[BaseModel]) -> dict[str, None] | None:
 def _encode_model(cls: type[BaseModel], value: BaseModel, depth: int) -> Tree:
     # The quick way gives what the long one would.
     fields = _simple_fields(cls)
-    if fields is not None and value.__dict__.keys() == fields.keys() == value.__pydantic_fields_set__:
-        return {"$": "model", "t": _recorded_name(cls), "f": encode_fields(value.__dict__, depth + 1)}
+    attributes = value.__dict__
+    if fields is not None and attributes.keys() == fields.keys() == value.__pydantic_fields_set__:
+        return {"$": "model", "t": _recorded_name(cls), "f": encode_fields(attributes, depth + 1)}
     tree: dict[str, Tree] = {
         "$": "model",
         "t": _recorded_name(cls),
@@ -366,15 +373,15 @@ def _encode_model(cls: type[BaseModel], value: BaseModel, depth: int) -> Tree:
 
 @envelope("model", "t f", "unset x set extra private private_unset")
 def _decode_model(tree: dict[str, Any]) -> BaseModel:
-    cls: type[BaseModel] = _recorded_class(tree, lambda cls: issubclass(cls, BaseModel), "pydantic model")
+    cls: type[BaseModel] = _recorded_class(tree, _is_model, "pydantic model")
     value = object.__new__(cls)
     fields = _simple_fields(cls)
     if fields is not None and len(tree) == 3 and type(tree["f"]) is dict and tree["f"].keys() == fields.keys():
         attributes: Any = decode_value(tree["f"])
-        object.__setattr__(value, "__dict__", attributes)
-        object.__setattr__(value, "__pydantic_fields_set__", set(fields))
-        object.__setattr__(value, "__pydantic_extra__", None)
-        object.__setattr__(value, "__pydantic_private__", None)
+        _set(value, "__dict__", attributes)
+        _set(value, "__pydantic_fields_set__", set(fields))
+        _set(value, "__pydantic_extra__", None)
+        _set(value, "__pydantic_private__", None)
         return value
     set_attributes(value, _join(tree, _model_defaults(cls)), tree["t"])
     given = _names(tree["set"]) if "set" in tree else decode_mapping(tree["f"])

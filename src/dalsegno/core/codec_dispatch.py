@@ -146,9 +146,10 @@ def encode_fields(value: dict[str, Any], depth: int) -> Tree:
     name = ""
     try:
         for name, item in value.items():
-            if type(name) is not str or name == "$" or not is_utf8(name):
+            if type(name) is not str or name == "$" or not (name.isascii() or is_utf8(name)):
                 break
-            out[name] = ENCODERS[type(item)](item, depth + 1)
+            cls = type(item)
+            out[name] = item if cls is str and item.isascii() else ENCODERS[cls](item, depth + 1)
         else:
             return out
     except Fault as fault:

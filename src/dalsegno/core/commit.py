@@ -9,6 +9,7 @@ After a failed write nothing is accepted any more: every waiter, and every later
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -16,21 +17,24 @@ from dalsegno.core.records import Record
 from dalsegno.errors import StoreError
 
 Put = Callable[[Sequence[Record]], Awaitable[None]]
+WhenDurable = Callable[[StoreError | None], None]
 
 
 class GroupCommit:
-    """The journal's way into the store. Not thread-safe: all of it runs on one event loop.
+    """The journal's way into the store. Not thread-safe: all of it runs on the event loop that it is made in.
 
     *linger* is in seconds; *max_batch* is in records, *max_bytes* in bytes of record bodies (one record may exceed it).
     """
 
     def __init__(self, put: Put, *, linger: float = 0.002, max_batch: int = 2000, max_bytes: int = 8_000_000) -> None:
+        self._loop = asyncio.get_running_loop()  # asked for once: it is a system call each time
         self._put = put
         self._linger = linger
         self._max_batch = max_batch
         self._max_bytes = max_bytes
         self._pending: deque[Record] = deque()
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._pending_bytes = 0
+        self._waiters: deque[tuple[int, WhenDurable]] = deque()
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._urgent = False
         self._writer: asyncio.Task[None] | None = None
@@ -41,11 +45,13 @@ class GroupCommit:
 
     def append(self, record: Record) -> None:
         """Take *record*; it is durable when a later `barrier` returns. Raises `StoreError` after a failed write."""
-        self.check()
+        if self._failure is not None:
+            raise self._error()
         self._pending.append(record)
+        self._pending_bytes += len(record.body)
         self.appended += 1
         if self._writer is None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._linger, self._start)
+            self._timer = self._loop.call_later(self._linger, self._start)
 
     def check(self) -> None:
         """Raise `StoreError` if a write has failed."""
@@ -57,16 +63,24 @@ class GroupCommit:
         self.check()
         if self.durable == self.appended:
             return
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.append((self.appended, waiter))
-        if self._writer is None and not self._urgent:
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self.when_durable(functools.partial(_wake, waiter))
+        await waiter
+
+    def when_durable(self, then: WhenDurable) -> None:
+        """Call *then* with None when everything appended so far is durable, or with the error if it cannot be made so.
+
+        Calls come in the order in which they were asked for, from the event loop, never from within this method.
+        """
+        self._waiters.append((self.appended, then))
+        if self._failure is not None or self.durable == self.appended:
+            self._loop.call_soon(self._release)
+        elif self._writer is None and not self._urgent:
             if self._timer is not None:
                 self._timer.cancel()
             # Not at once: what else is ready to run in this turn of the loop joins the batch.
-            self._timer = loop.call_soon(self._start)
+            self._timer = self._loop.call_soon(self._start)
             self._urgent = True
-        await waiter
 
     async def close(self) -> None:
         """Write what is pending, unless a write has failed before."""
@@ -78,7 +92,7 @@ class GroupCommit:
     def _start(self) -> None:
         self._timer = None
         self._urgent = False
-        self._writer = asyncio.get_running_loop().create_task(self._write(), name="dalsegno-group-commit")
+        self._writer = self._loop.create_task(self._write(), name="dalsegno-group-commit")
 
     async def _write(self) -> None:
         try:
@@ -87,7 +101,8 @@ class GroupCommit:
                 await self._put(batch)
                 self.batches += 1
                 self.durable += len(batch)
-                self._release()
+                # Later, so that the store is at work on the next batch meanwhile.
+                self._loop.call_soon(self._release)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
@@ -96,28 +111,31 @@ class GroupCommit:
             self._writer = None
 
     def _take(self) -> list[Record]:
-        batch: list[Record] = []
-        size = 0
+        if len(self._pending) <= self._max_batch and self._pending_bytes <= self._max_bytes:
+            batch = list(self._pending)
+            self._pending.clear()
+            self._pending_bytes = 0
+            return batch
+        batch, size = [], 0
         while self._pending and len(batch) < self._max_batch:
             size += len(self._pending[0].body)
             if batch and size > self._max_bytes:
                 break
             batch.append(self._pending.popleft())
+            self._pending_bytes -= len(batch[-1].body)
         return batch
 
     def _release(self) -> None:
         while self._waiters and self._waiters[0][0] <= self.durable:
-            waiter = self._waiters.popleft()[1]
-            if not waiter.done():
-                waiter.set_result(None)
+            self._waiters.popleft()[1](None)
+        if self._failure is not None:
+            while self._waiters:
+                self._waiters.popleft()[1](self._error())
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         self._pending.clear()
-        for _, waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(self._error())
-        self._waiters.clear()
+        self._release()
 
     def _error(self) -> StoreError:
         if isinstance(self._failure, StoreError):
@@ -127,3 +145,12 @@ class GroupCommit:
         )
         error.__cause__ = self._failure
         return error
+
+
+def _wake(waiter: asyncio.Future[None], error: StoreError | None) -> None:
+    if waiter.done():  # cancelled
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)

@@ -90,14 +90,14 @@ class Executor:
         """Run or play back *message* over the key's *memory* as it was before it.
 
         Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits *history*,
-        `StoreError`
-        when something could not be recorded, and `Stopped` when the environment is stopping.
+        `StoreError` when something could not be recorded, and `Stopped` when the environment is stopping.
         """
         run = _Run(message, memory)
         content = fingerprint(message.tree)
-        self._check_content(message, content, history)
-        if any(state.last for state in history):
-            return self._play_back(run, history)
+        if history:
+            self._check_content(message, content, history)
+            if any(state.last for state in history):
+                return self._play_back(run, history)
         for spec in self._agent.handlers(InputEvent):
             run.due.append(_Step(spec, InputEvent(input=codec.from_tree(message.tree)), "", 0))
         position = 0
@@ -107,7 +107,8 @@ class Executor:
                 position += 1
         except InDoubtError as error:
             return Parked(str(error))
-        self._check_all_due(message, history[position:])
+        if history:
+            self._check_all_due(message, history[position:])
         return Finished(run.memory, run.outputs)
 
     def _check_content(self, message: Message, content: str, history: Sequence[TaskActionState]) -> None:

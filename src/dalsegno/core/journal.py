@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dalsegno.core.records import CallState, TaskActionState
+from dalsegno.core.records import CallState, TaskActionState, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import DivergenceError
 
-Append = Callable[[str, dict[str, Any]], None]
-"""Takes the kind and the fields of a record of this action task."""
+Append = Callable[[dict[str, Any]], None]
+"""Takes the body of a record of this action task."""
 
 
 @dataclass(slots=True)
@@ -106,15 +106,20 @@ class Journal:
         state = call.state
         state.attempt += 1
         state.effect = effect
-        fields = self._request_fields(state)
+        body = _request("requested", state)
         if answer is not None:
-            fields["answer"] = answer
-        self._emit("requested", fields)
+            body["answer"] = answer
+        self._emit(body)
         state.status = CallStatus.REQUESTED
 
-    def complete(self, call: Call, result: Any, **extra: Any) -> None:
-        """Record that the call returned *result* (a codec tree)."""
-        self._finish(call.state, {"result": result} | extra)
+    def complete(self, call: Call, result: Any, by: str | None = None) -> None:
+        """Record that the call returned *result* (a codec tree), or that *by* tells that it did."""
+        body = self._outcome(call.state)
+        body["result"] = result
+        if by is not None:
+            body["by"] = by
+        self._emit(body)
+        call.state.status = CallStatus.COMPLETED
 
     def fail(self, call: Call, error: Any) -> None:
         """The call raised *error* (a codec tree): recorded when the action goes on, if it does."""
@@ -126,7 +131,7 @@ class Journal:
         self._raised.append((call.state, error))
 
     def park(self, reason: str) -> None:
-        self._emit("parked", {"reason": reason})
+        self._emit(new_body("parked") | {"reason": reason})
 
     def leave_failed(self, failure: BaseException) -> None:
         """*failure* left the action. What made it fail is not final: only that an attempt ended is recorded."""
@@ -136,7 +141,7 @@ class Journal:
             state for state, error in self._raised if state.unsure and id(error) in left
         ]:
             if state.status in (CallStatus.REQUESTED, CallStatus.COMPLETED):
-                self._emit("failed", {"call": state.number, "error": state.error})
+                self._emit(new_body("failed") | {"call": state.number, "error": state.error})
                 state.status = CallStatus.FAILED
 
     def check_complete(self) -> None:
@@ -154,16 +159,23 @@ class Journal:
         """Whether calls that were in flight together are recorded and not yet made again."""
         return any(not state.alone for group in self._groups for state in group.calls)
 
-    def done(self, fields: dict[str, Any]) -> None:
-        self._record_failures(None)
-        self._emit("done", fields)
+    def done(self, body: dict[str, Any]) -> None:
+        """Record the end of the action; *body* is that of a ``done`` record."""
+        if self._pending_failures:
+            self._record_failures(None)
+        self._emit(body)
 
     def _record_failures(self, strand: object) -> None:
         """*strand* goes on, so it may have caught what its calls, or those of strands that it started, raised."""
         pending, self._pending_failures = self._pending_failures, {}
         for call in pending.values():
             call.state.unsure = strand is not None and strand is not call.strand
-            self._finish(call.state, {"error": call.state.error} | ({"unsure": True} if call.state.unsure else {}))
+            body = self._outcome(call.state)
+            body["error"] = call.state.error
+            if call.state.unsure:
+                body["unsure"] = True
+            self._emit(body)
+            call.state.status = CallStatus.COMPLETED
 
     def _match(
         self, name: str, arguments: str, args: list[Any], kwargs: dict[str, Any], concurrent: bool
@@ -189,41 +201,40 @@ class Journal:
             f"{' or '.join(map(_show, group))}; found the call {shown}. Nothing was executed. {_REMEDY}"
         )
 
-    def _finish(self, state: CallState, outcome: dict[str, Any]) -> None:
+    def _outcome(self, state: CallState) -> dict[str, Any]:
+        """The body of the record of an outcome, without the outcome."""
         self._unannounced.pop(state.number, None)
         if state.status in (CallStatus.REQUESTED, CallStatus.FAILED):
-            self._emit("completed", {"call": state.number} | outcome)
-        else:
-            self._emit("called", self._request_fields(state) | outcome)
-        state.status = CallStatus.COMPLETED
+            return new_body("completed") | {"call": state.number}
+        return _request("called", state)
 
-    def _request_fields(self, state: CallState) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "call": state.number,
-            "name": state.name,
-            "args_digest": state.arguments,
-            "effect": state.effect,
-        }
-        if state.alone:
-            fields["alone"] = True
-        if state.attempt > 1:
-            fields["attempt"] = state.attempt
-        fields["args"] = state.args
-        if state.kwargs:
-            fields["kwargs"] = state.kwargs
-        return fields
-
-    def _emit(self, kind: str, fields: dict[str, Any]) -> None:
+    def _emit(self, body: dict[str, Any]) -> None:
         if self._unannounced:
             open_calls = [
                 [s.number, s.name, s.arguments, s.alone]
                 for s in self._unannounced.values()
-                if s.number != fields.get("call")
+                if s.number != body.get("call")
             ]
             self._unannounced.clear()
             if open_calls:
-                fields["open"] = open_calls
-        self._append(kind, fields)
+                body["open"] = open_calls
+        self._append(body)
+
+
+def _request(kind: str, state: CallState) -> dict[str, Any]:
+    body = new_body(kind)
+    body["call"] = state.number
+    body["name"] = state.name
+    body["args_digest"] = state.arguments
+    body["effect"] = state.effect
+    if state.alone:
+        body["alone"] = True
+    if state.attempt > 1:
+        body["attempt"] = state.attempt
+    body["args"] = state.args
+    if state.kwargs:
+        body["kwargs"] = state.kwargs
+    return body
 
 
 def _origins(failure: BaseException) -> Iterator[BaseException]:

@@ -89,8 +89,17 @@ class TaskActionState:
     parked: str | None = None
 
 
+def new_body(kind: str) -> dict[str, Any]:
+    """The body of a record of *kind*, to be filled and given to `dump_body`."""
+    return {"v": FORMAT_VERSION, "kind": kind}
+
+
+def dump_body(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body)
+
+
 def encode_body(kind: str, fields: dict[str, Any]) -> bytes:
-    return orjson.dumps({"v": FORMAT_VERSION, "kind": kind, **fields})
+    return dump_body(new_body(kind) | fields)
 
 
 def fold(records: Iterable[Record]) -> list[TaskActionState]:

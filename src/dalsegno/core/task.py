@@ -20,7 +20,7 @@ from dalsegno.core import codec
 from dalsegno.core.callee import Callee, check_options, describe
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import Record, TaskActionState, encode_body
+from dalsegno.core.records import Record, TaskActionState, dump_body, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
@@ -80,10 +80,23 @@ class Environment:
     """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
     counters: Counters = field(default_factory=Counters)
     stopping: bool = False
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    """Asked for once: it is a system call each time."""
 
 
 class ActionTask:
     """Runs one action for one event. *recorded* is what an earlier process recorded of it."""
+
+    _short_term: MemoryTransaction | None = None
+    _sensory: MemoryTransaction | None = None
+    _verdict: Exception | None = None
+    _ended = False
+    _in_flight = 0
+    _idle: asyncio.Event | None = None
+    _strand: asyncio.Task[Any] | None = None
+    """The task of the event loop that runs an async action itself."""
+    _last_sequential = True
+    _made = 0
 
     def __init__(
         self,
@@ -106,18 +119,9 @@ class ActionTask:
         self._parked_before = recorded.parked if recorded else None
         self._journal = Journal(recorded, self._append, self)
         self._memory = memory
-        self._short_term: MemoryTransaction | None = None
         self._sensory_memory = sensory
-        self._sensory: MemoryTransaction | None = None
         self.sent: list[Any] = []
-        self._verdict: Exception | None = None
-        self._ended = False
-        self._in_flight = 0
-        self._idle: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._strand: asyncio.Task[Any] | None = None
-        self._last_sequential = True
-        self._made = 0
+        self._loop = environment.loop
         self._not_awaited: dict[int, str] = {}
         self._callee_owners: dict[str, object] = {}
 
@@ -142,7 +146,6 @@ class ActionTask:
         """Run the action to its end; raises what must be raised, `ActionError` for what the action itself raised."""
         if self._environment.stopping:
             raise Stopped
-        self._loop = asyncio.get_running_loop()
         failure: BaseException | None = None
         try:
             await self._run_function(event)
@@ -152,7 +155,8 @@ class ActionTask:
                 raise
             failure = error
         self._ended = True  # what still runs beside it may end its call, but starts none
-        await self._settle()
+        if self._in_flight:
+            await self._settle()
         if self._verdict is not None:
             raise self._verdict
         if failure is not None:
@@ -167,25 +171,24 @@ class ActionTask:
         self._journal.check_complete()
 
     def commit(self, *, last: bool) -> tuple[Node, Node]:
-        """Record that the action is done, *last* of its message; returns the message's short-term and sensory "
-        "memory."""
-        fields: dict[str, Any] = {}
+        """Record that the action is done, *last* of its message; returns the message's two memories from now on."""
+        body = new_body("done")
         memory, sensory = self._memory, self._sensory_memory
         if self._short_term is not None and self._short_term.updates:
-            fields["memory"], memory = self._short_term.updates, self._short_term.root
+            body["memory"], memory = self._short_term.updates, self._short_term.root
         if self._sensory is not None and self._sensory.updates:
-            fields["sensory"], sensory = self._sensory.updates, self._sensory.root
+            body["sensory"], sensory = self._sensory.updates, self._sensory.root
         if self.sent:
-            fields["events"] = self.sent
+            body["events"] = self.sent
         if last:
-            fields["last"] = True
-        self._journal.done(fields)
+            body["last"] = True
+        self._journal.done(body)
         return memory, sensory
 
     async def _run_function(self, event: Event) -> None:
         context = RunnerContext(self)
         if self._spec.is_async:
-            self._strand = asyncio.current_task()
+            self._strand = asyncio.current_task(self._loop)
             await self._spec.function(self._agent, event, context)
             return
         returned = await self._environment.run_in_thread(
@@ -359,7 +362,7 @@ class ActionTask:
                 divergence = error
 
     def _begin(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
-        strand = asyncio.current_task()
+        strand = asyncio.current_task(self._loop)
         sequential = self._strand is None or strand is self._strand
         call = self._journal.begin(
             name,
@@ -385,7 +388,7 @@ class ActionTask:
             if in_doubt or (effect == "once" and call.state.status is CallStatus.FAILED and options.reconcile):
                 settled = await self._reconcile(call, options)
                 if settled is not None:
-                    self._journal.complete(call, settled[0], by="reconcile")
+                    self._journal.complete(call, settled[0], "reconcile")
                     return codec.from_tree(settled[0])
                 answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
@@ -433,8 +436,7 @@ class ActionTask:
         state = call.state
         args = codec.from_tree(state.args)
         kwargs = codec.from_tree(state.kwargs) if state.kwargs else {}
-        current = CurrentCall(self.job, state.name, state.attempt, functools.partial(self._idempotency_key, call))
-        token = effects.running.set(current)
+        token = effects.running.set(functools.partial(self._current_call, call))
         try:
             if is_async:
                 return await function(*args, **kwargs)
@@ -443,9 +445,9 @@ class ActionTask:
         finally:
             effects.running.reset(token)
 
-    def _idempotency_key(self, call: Call) -> str:
+    def _current_call(self, call: Call) -> CurrentCall:
         state = call.state
-        return idempotency_key(
+        key = idempotency_key(
             self.job,
             self._message.key_bytes,
             self.message_id,
@@ -454,6 +456,7 @@ class ActionTask:
             state.arguments,
             call.occurrence,
         )
+        return CurrentCall(self.job, state.name, state.attempt, key)
 
     async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any] | None:
         """The recorded result, if the call happened; None if it did not. Raises `InDoubtError` if nobody can tell."""
@@ -495,12 +498,12 @@ class ActionTask:
             raise error from error.__cause__
         return codec.from_tree(call.state.result)
 
-    def _append(self, kind: str, fields: dict[str, Any]) -> None:
+    def _append(self, body: dict[str, Any]) -> None:
         if self._header is not None:
-            fields = {"task": self._header, **fields}
+            body["task"] = self._header
             self._header = None
         message = self._message
-        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, encode_body(kind, fields)))
+        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
 
 
 def _is_being_cancelled() -> bool:

@@ -3,9 +3,11 @@
 Three activities share one event loop. The *reader* admits messages, in input order, as long as there is room. One
 *worker* per busy key runs that key's messages in order. The *checkpointer* takes a checkpoint now and then.
 
-What makes a message finished happens in one step without any ``await`` (`_finish`): its outputs are written, its key's
-memory moves on, its inbox entry goes. So whatever `_snapshot` sees, between two such steps, is consistent. By then
-everything that the message recorded is durable, so a checkpoint never covers what a crash could take back.
+When the actions of a message are done, its key's next message starts at once, on the memory that it left: records
+become durable in order, so nothing of the next one can outlive what came before it. What makes the message *finished*
+happens when its records are durable, in one step without any ``await`` (`_finish`): its outputs are written, its key's
+memory as checkpoints know it moves on, its inbox entry goes. So whatever `_snapshot` sees, between two such steps, is
+consistent, and a checkpoint never covers what a crash could take back.
 
 A stop, a failed action and a full disk all end in the same way: no new call starts, calls in flight end and are
 recorded,
@@ -15,9 +17,11 @@ and, unless the store or the sink failed, a last checkpoint is taken.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,7 +39,7 @@ from dalsegno.runners.sinks import Sink
 from dalsegno.runners.sources import BadInput, Source, SourceItem
 from dalsegno.stores.base import Covered, TaskActionStore
 
-_log = logging.getLogger("dalsegno")
+_logger = logging.getLogger("dalsegno")
 
 OnBadInput = Literal["stop", "skip", "park"]
 
@@ -43,6 +47,7 @@ _BUFFERED_PER_SLOT = 16
 _CACHED_KEYS = 10_000
 _SET_ASIDE_IN_MEMORY = 5_000
 _INBOX_CHUNK = 500
+_MESSAGES_A_TURN = 4
 
 
 @dataclass(slots=True)
@@ -62,9 +67,14 @@ class KeyState:
 
     key: bytes
     memory: Node
+    """As of the last message that is finished."""
+    latest: Node
+    """As of the last message whose actions are done."""
     queue: deque[Entry] = field(default_factory=deque)
     history: dict[str, list[TaskActionState]] = field(default_factory=dict)
     busy: bool = False
+    done: int = 0
+    """Messages whose actions are done and that are not yet finished."""
     claimed: bool = False
     parked: bool = False
     """A message of the key is parked; later ones wait behind it."""
@@ -78,6 +88,7 @@ class Pipeline:
         *,
         agent: Agent,
         environment: Environment,
+        log: GroupCommit,
         job: str,
         store: TaskActionStore,
         checkpoints: CheckpointFile,
@@ -91,12 +102,15 @@ class Pipeline:
         report: RunReport,
     ) -> None:
         self.environment = environment
+        self._log = log
         self.report = report
         self.position: dict[str, Any] | None = None
         self._agent = agent
         self._job = job
         self._store = store
         self._checkpoints = checkpoints
+        # Of its own: the loop's threads may all be taken by what an agent calls.
+        self._thread = ThreadPoolExecutor(1, "dalsegno-checkpoint")
         self._source = source
         self._sink = sink
         self._key_of = key_of
@@ -129,11 +143,6 @@ class Pipeline:
         self._recorded_keys: dict[str, bytes] = {}
         """The key of each message that is recorded, was not read before the last checkpoint, and is yet to be read."""
 
-    @property
-    def log(self) -> GroupCommit:
-        assert isinstance(self.environment.log, GroupCommit)
-        return self.environment.log
-
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
         await self._store.open(self._job, self._owner)
@@ -141,10 +150,19 @@ class Pipeline:
             await self._restore()
             await self._process_all()
         finally:
-            self._sink.close()
-            await self._source.close()
-            self._checkpoints.close()
-            await self._store.close()
+            try:
+                await self._end_thread()
+            finally:
+                self._sink.close()
+                await self._source.close()
+                self._checkpoints.close()
+                await self._store.close()
+
+    async def _end_thread(self) -> None:
+        """Wait until a checkpoint that a cancelled run has begun to write is written: it uses what is closed next."""
+        written = asyncio.wrap_future(self._thread.submit(int))
+        self._thread.shutdown(wait=False)
+        await asyncio.wait([written])
 
     def stop(self) -> None:
         """Start no new call, let those in flight end, take a last checkpoint and return from `run`."""
@@ -161,8 +179,9 @@ class Pipeline:
             await asyncio.wait([self._reader])
             while self._workers:
                 await asyncio.wait(self._workers)
-            await self._guarded(self.log.close())  # what no message waits for any more
+            await self._guarded(self._log.close())  # what no message waits for any more
         except asyncio.CancelledError:
+            self._tainted = True  # what becomes durable from now on is for the next run to finish
             for task in (self._reader, checkpointer, *self._workers):
                 task.cancel()
             await asyncio.wait([self._reader, checkpointer, *self._workers])
@@ -238,7 +257,7 @@ class Pipeline:
                 elif not self._checkpoints.in_inbox(ordinal):
                     leftovers.append((key, message))
                     del state.history[message]
-        if leftovers:
+        if leftovers or self._store.pruned_through < self._number:
             await self._store.prune(Covered(self._number, leftovers))
 
     def _ordinal(self, message_id: str) -> int:
@@ -304,10 +323,10 @@ class Pipeline:
             )
         if self._on_bad_input == "skip":
             self.report.skipped += 1
-            _log.warning("%s: %s; skipped", value.where, value.reason)
+            _logger.warning("%s: %s; skipped", value.where, value.reason)
         else:
             self.report.set_aside += 1
-            _log.warning("%s: %s; set aside", value.where, value.reason)
+            _logger.warning("%s: %s; set aside", value.where, value.reason)
             self._bad.append(BadRecord(item.ordinal, value.where, value.reason, value.raw))
         return None
 
@@ -347,7 +366,7 @@ class Pipeline:
         state = self._keys.get(key)
         if state is None:
             memory = self._checkpoints.memory(key) if self._memory_on_disk else EMPTY
-            state = self._keys[key] = KeyState(key, memory)
+            state = self._keys[key] = KeyState(key, memory, memory)
         else:
             self._keys.move_to_end(key)
         return state
@@ -358,8 +377,10 @@ class Pipeline:
         try:
             while state.queue and not self.environment.stopping:
                 async with self._slots:
-                    if not self.environment.stopping:
-                        await self._process(state, state.queue[0])
+                    for _ in range(_MESSAGES_A_TURN):
+                        if state.queue and not self.environment.stopping:
+                            await self._process(state, state.queue[0])
+                await asyncio.sleep(0)  # an action need not have given way to the others
         finally:
             state.busy = False
 
@@ -372,18 +393,27 @@ class Pipeline:
                 message: states for message, states in state.history.items() if int(message) in self._unfinished
             }
         history = state.history.get(entry.message.id, ())
-        result = await self._executor.run(entry.message, state.memory, history)
-        await self.log.barrier()
+        result = await self._executor.run(entry.message, state.latest, history)
         if isinstance(result, Parked):
             self._park(state, entry, result.reason)
-        else:
-            self._finish(state, entry, result)
-        if self._admitted < self._room:
-            self._has_room.set()
+            return
+        state.queue.popleft()
+        state.latest = result.memory
+        state.done += 1
+        self._log.when_durable(functools.partial(self._finish_if, state, entry, result))
 
     async def _claim(self, state: KeyState) -> None:
         state.history = by_message(await self._store.claim(state.key))
         state.claimed = True
+
+    def _finish_if(self, state: KeyState, entry: Entry, result: Finished, error: StoreError | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            if not self._tainted:
+                self._finish(state, entry, result)
+        except BaseException as failure:
+            self._fail(failure)
 
     def _finish(self, state: KeyState, entry: Entry, result: Finished) -> None:
         """The message is done and durable. No await in here: a checkpoint sees all of it or nothing."""
@@ -398,7 +428,7 @@ class Pipeline:
         if result.memory is not state.memory:
             state.memory = result.memory
             self._changed[state.key] = state
-        state.queue.popleft()
+        state.done -= 1
         state.history.pop(entry.message.id, None)
         del self._unfinished[entry.ordinal]
         if entry.stored:
@@ -406,10 +436,12 @@ class Pipeline:
         self._covered.append((state.key, entry.message.id))
         self._admitted -= 1
         self._changes += 1
+        if self._admitted <= self._room // 2:  # so that the reader admits many at a time
+            self._has_room.set()
 
     def _park(self, state: KeyState, entry: Entry, reason: str) -> None:
         """Set the message aside; the key's later ones wait behind it, and take no room."""
-        _log.warning("message %r of key %r is parked: %s", entry.message.id, entry.message.key, reason)
+        _logger.warning("message %r of key %r is parked: %s", entry.message.id, entry.message.key, reason)
         self.report.parked.append(ParkedMessage(entry.message.key, entry.message.id, reason))
         entry.parked = reason
         entry.stored = False  # the inbox is to hold the reason
@@ -420,6 +452,7 @@ class Pipeline:
         while state.queue:
             self._put_aside(state.queue.popleft())
         self._changes += 1
+        self._has_room.set()
 
     def _put_aside(self, entry: Entry) -> None:
         self.report.waiting += 1
@@ -455,7 +488,7 @@ class Pipeline:
         checkpoint, entries = self._snapshot()
         covered, self._covered = self._covered, []
         try:
-            await asyncio.to_thread(self._write, checkpoint)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, checkpoint)
         except BaseException:
             self._tainted = True
             raise
@@ -496,6 +529,6 @@ class Pipeline:
         for key, state in list(self._keys.items()):
             if surplus <= 0:
                 break
-            if not (state.busy or state.queue or state.parked or state.history or key in self._changed):
+            if not (state.busy or state.queue or state.done or state.parked or state.history or key in self._changed):
                 del self._keys[key]
                 surplus -= 1

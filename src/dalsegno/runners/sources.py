@@ -27,9 +27,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from dalsegno.errors import DalSegnoError, DefinitionError, InputError, RestoreError
 from dalsegno.runners.lines import (
@@ -64,8 +63,7 @@ _BATCH_ITEMS = 2048
 _CSV_FIELD_CHARS = 1 << 26
 
 
-@dataclass(frozen=True, slots=True)
-class SourceItem:
+class SourceItem(NamedTuple):
     """One input record: its number in the source (from 0), its value, and the position after it."""
 
     ordinal: int
@@ -125,9 +123,9 @@ class _FileSource(Source):
 
     async def open(self, position: dict[str, Any] | None) -> AsyncIterator[SourceItem]:
         await self.close()
-        starting = asyncio.ensure_future(asyncio.to_thread(self._start, position))
+        starting = asyncio.ensure_future(_in_daemon_thread(self._start, position))
         try:
-            return _pump(await asyncio.shield(starting), asyncio.to_thread)
+            return _pump(await asyncio.shield(starting), _in_daemon_thread)
         except asyncio.CancelledError:
             # Its thread goes on and opens the file, which nobody else would close.
             await asyncio.wait([starting])
@@ -138,7 +136,7 @@ class _FileSource(Source):
     async def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            await asyncio.to_thread(file.close)
+            await _in_daemon_thread(file.close)
 
     def _start(self, position: dict[str, Any] | None) -> Iterator[list[SourceItem]]:
         file = open_regular(self.path)
@@ -311,7 +309,7 @@ class IterableSource(_CountedSource):
     async def open(self, position: dict[str, Any] | None) -> AsyncIterator[SourceItem]:
         records = iter(self._records)
         self._spent = _use(self._spent, one_shot=records is self._records, name=self.describe())
-        return _numbered(_awaitable(records), self.progress(position), self.describe())
+        return _numbered_at_once(records, self.progress(position), self.describe())
 
 
 class AsyncIterableSource(_CountedSource):
@@ -376,6 +374,10 @@ def _last(raw: bytes) -> str:
     return digest(raw.strip())
 
 
+def _failed(name: str, ordinal: int, error: Exception) -> InputError:
+    return InputError(f"{name} failed before record {ordinal + 1:,} with {error!r}.")
+
+
 def _too_few(name: str, wanted: int, found: int) -> RestoreError:
     return RestoreError(
         f"This job has read {wanted:,} records of {name}, but only {found:,} came this time, so it cannot go on after "
@@ -419,6 +421,7 @@ async def _pump(batches: Iterator[list[SourceItem]], hop: Callable[..., Awaitabl
 
 
 async def _in_daemon_thread(fn: Callable[..., _T], *args: object) -> _T:
+    """Run *fn* in a thread of its own: those of the loop may all be taken by what an agent calls."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
 
@@ -436,15 +439,28 @@ async def _in_daemon_thread(fn: Callable[..., _T], *args: object) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop has been closed since
             loop.call_soon_threadsafe(settle, act, outcome)
 
-    threading.Thread(target=run, name="dalsegno-stdin", daemon=True).start()
+    threading.Thread(target=run, name="dalsegno-source", daemon=True).start()
     return await future
 
 
-async def _awaitable(records: Iterator[object]) -> AsyncIterator[object]:
-    for number, value in enumerate(records):
-        if number % _BATCH_ITEMS == 0:
+async def _numbered_at_once(records: Iterator[object], skip: int, name: str) -> AsyncIterator[SourceItem]:
+    ordinal = 0
+    while True:
+        if ordinal % _BATCH_ITEMS == 0:
             await asyncio.sleep(0)
-        yield value
+        try:
+            value = next(records)
+        except StopIteration:
+            break
+        except DalSegnoError:
+            raise
+        except Exception as error:
+            raise _failed(name, ordinal, error) from error
+        ordinal += 1
+        if ordinal > skip:
+            yield SourceItem(ordinal - 1, value, {"ordinal": ordinal})
+    if ordinal < skip:
+        raise _too_few(name, skip, ordinal)
 
 
 async def _numbered(records: AsyncIterator[object], skip: int, name: str) -> AsyncIterator[SourceItem]:
@@ -457,7 +473,7 @@ async def _numbered(records: AsyncIterator[object], skip: int, name: str) -> Asy
         except DalSegnoError:
             raise
         except Exception as error:
-            raise InputError(f"{name} failed before record {ordinal + 1:,} with {error!r}.") from error
+            raise _failed(name, ordinal, error) from error
         ordinal += 1
         if ordinal > skip:
             yield SourceItem(ordinal - 1, value, {"ordinal": ordinal})
