@@ -38,7 +38,7 @@ format: $(VENV)/.installed-dev ## rewrite the sources as `make check` wants them
 bench: $(VENV)/.installed-dev ## every script of benchmarks/
 	@set -e; for script in benchmarks/[a-z]*.py; do \
 	    if [ ! -e "$$script" ]; then echo "No script in benchmarks/." >&2; exit 1; fi; \
-	    echo "== $$script"; $(BIN)/python "$$script"; \
+	    echo "== $$script"; $(BIN)/python -m "benchmarks.$$(basename "$$script" .py)"; \
 	done
 
 clean: ## remove .venv, caches and built files

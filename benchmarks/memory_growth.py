@@ -1,11 +1,10 @@
 """Memory of the process and size of its files, from 3,000 to 100,000 messages.
 
-Usage: ``python benchmarks/memory_growth.py [--messages N] [--json]``
+Usage: ``python -m benchmarks.memory_growth [--messages N] [--json]``
 
 The review agent runs over a stream of 64 keys, then over one where each message has a key of its own. What is printed
 is the resident memory of the process (from ``/proc/self/statm``), the records that the store holds, and the bytes of
-the
-store's file, each time the message count passes a mark. Flat means: the last mark is not above the first by more than
+the store's file, each time the message count passes a mark. Flat means: the last mark is not above the first by more than
 noise.
 """
 
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from throughput import TEXT, ReviewAgent
+from benchmarks.throughput import TEXT, ReviewAgent
 
 from dalsegno import LocalRunner
 
@@ -60,7 +59,7 @@ def run(messages: int, keys: int) -> list[dict[str, Any]]:
 
 
 def in_child(messages: int, keys: int) -> list[dict[str, Any]]:
-    command = [sys.executable, __file__, "--child", str(keys), "--messages", str(messages)]
+    command = [sys.executable, "-m", "benchmarks.memory_growth", "--child", str(keys), "--messages", str(messages)]
     found: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
 

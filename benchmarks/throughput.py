@@ -1,6 +1,6 @@
 """Durable calls per second on SQLite, beside a bare group-commit loop that writes the same bytes in the same run.
 
-Usage: ``python benchmarks/throughput.py [--messages N] [--rounds N] [--json]``
+Usage: ``python -m benchmarks.throughput [--messages N] [--rounds N] [--json]``
 
 With 64 keys in flight, the review agent, whose rating takes no time (two actions, one or two calls a message), beside
 64 coroutines that share one group-commit loop over Python's ``sqlite3`` (WAL, ``synchronous=FULL``, the same table and
@@ -149,7 +149,7 @@ class BareGroupCommit:
 def is_barrier(record: Record) -> bool:
     """Whether the product waits for this record: the request of a call with an effect, and the end of a message."""
     body = json.loads(record.body)
-    return body["kind"] == "requested" or body.get("last", False)
+    return body["kind"] == "requested" or "last" in body
 
 
 def run_bare(path: Path, records: Sequence[Record], producers: int, waits: Callable[[Record], bool]) -> float:

@@ -50,6 +50,19 @@ AGENT = """
 
     class Space:
         agent = Shop()
+
+    class Needy(Shop):
+        def __init__(self, model):
+            self.model = model
+
+    class Failing(Shop):
+        def __init__(self):
+            raise KeyError("MODEL")
+
+    class Quitter(Agent):
+        @action(InputEvent)
+        async def quit(self, event, ctx):
+            raise SystemExit(0)
 """
 
 
@@ -149,7 +162,7 @@ def test_the_same_job_goes_on_and_does_nothing_twice(run: Command) -> None:
 def test_unless_told_otherwise_everything_lies_in_one_folder(run: Command) -> None:
     write_input({"n": 1})
     run()
-    assert {path.name for path in Path(".dalsegno").glob("*.db")} == {"shop.db", "shop.shop.checkpoints.db"}
+    assert {path.name for path in Path(".dalsegno").glob("*.db")} == {"shop.db", "shop.checkpoints.db"}
     run("--job", "other", "--store", "sqlite:///x/y.db", "--checkpoints", "x/c.db")
     assert {path.name for path in Path("x").glob("*.db")} == {"y.db", "c.db"}
 
@@ -274,6 +287,75 @@ def test_a_store_that_is_something_else_is_left_alone(run: Command) -> None:
     assert Path("letters.db").read_bytes() == b"my letters" * 1000
 
 
+def test_a_new_job_does_not_share_an_output_file_unless_told_to(run: Command) -> None:
+    write_input({"n": 1})
+    run()
+    result = run("--job", "other")
+    assert result.code == 1
+    assert "RestoreError: 'out.jsonl' already holds" in result.err
+    assert charged() == ["1"]
+    assert run("--job", "other", "--append").code == 0
+    assert outputs() == [{"charged": 1}, {"charged": 1}]
+
+
+@pytest.mark.parametrize(
+    ("sink", "what"),
+    [
+        ("in.jsonl", "the source"),
+        ("./x/../in.jsonl", "the source"),
+        ("link.jsonl", "the source"),
+        ("s.db", "the store"),
+        ("c.db", "the file of the checkpoints"),
+    ],
+)
+@pytest.mark.parametrize("append", [[], ["--append"]])
+def test_a_sink_that_the_run_itself_uses_is_refused(run: Command, sink: str, what: str, append: list[str]) -> None:
+    write_input({"n": 1})
+    Path("x").mkdir()
+    Path("link.jsonl").symlink_to("in.jsonl")
+    result = run("--sink", sink, "--store", "sqlite:///s.db", "--checkpoints", "c.db", *append)
+    assert result.code == 2
+    assert f"DefinitionError: the sink {str(Path(sink))!r} is {what} of this run" in result.err
+    assert Path("in.jsonl").read_text() == '{"n": 1}\n'
+    assert not Path("s.db").exists()
+    assert not Path("c.db").exists()
+
+
+def test_an_agent_that_exits_does_not_choose_the_exit_code(run: Command, module: str) -> None:
+    write_input({"n": 1})
+    result = run(agent=f"{module}:Quitter")
+    assert result.code == 1
+    assert "SystemExit" in result.err
+
+
+def test_a_run_ended_by_system_exit_is_a_failed_one(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(self: LocalRunner, *args: Any, **options: Any) -> RunReport:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(LocalRunner, "run", ended)
+    result = run()
+    assert result.code == 1
+    assert "the run was ended by SystemExit(0), at " in result.err
+
+
+def test_ctrl_c_before_the_run_is_one_line_and_130(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name in ((LocalRunner, "run"), (cli, "load_agent"), (cli, "app")):
+        monkeypatch.setattr(owner, name, interrupted)
+        result = run()
+        assert result.code == 130
+        assert result.err == "dalsegno: interrupted; run it again to go on\n"
+
+
+@pytest.mark.parametrize(("width", "replayed"), [(79, False), (80, True)])
+def test_a_narrow_progress_bar_leaves_out_what_was_replayed(width: int, replayed: bool) -> None:
+    report = RunReport("shop", messages=1, calls_executed=2, calls_replayed=3, parked=[ParkedMessage("k", "0", "")])
+    middle = ", 3 replayed" if replayed else ""
+    assert cli._counts(report, width) == f"1 messages, 2 calls executed{middle}, 1 parked"
+
+
 # --- input that cannot be read --------------------------------------------------------------------------------------
 
 BAD = ['{"n": 1}\n', "{broken\n", '{"n": 3}\n']
@@ -338,6 +420,9 @@ def test_a_record_without_the_key_field_is_a_bad_one(run: Command, line: str, re
         ("{module}:number", "an agent is an instance of a subclass of dalsegno.Agent"),
         ("{module}:Deaf", "has no action for InputEvent"),
         ("{module}.py:agent", "there is no module"),
+        ("{module}:Needy", "missing 1 required positional argument: 'model', at "),
+        ("{module}:Needy", "in __init__; name an instance of it instead, as in agent = Needy(...)"),
+        ("{module}:Failing", "KeyError: 'MODEL', at "),
     ],
 )
 def test_a_wrong_agent_ends_with_2_and_says_what_is_there(run: Command, module: str, agent: str, message: str) -> None:
@@ -362,6 +447,8 @@ def test_a_wrong_agent_ends_with_2_and_says_what_is_there(run: Command, module: 
         ["--store", "nosuch://x"],
         ["--store", "sqlite://x.db"],
         ["--store", "memory://", "--checkpoints", "c.db"],
+        ["--source", ""],
+        ["--sink", ""],
         ["--no-such-option"],
         ["more", "arguments"],
     ],
@@ -436,6 +523,22 @@ def shell(*args: str, stdin: str = "", script: tuple[str, ...] = ("-m", "dalsegn
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+def test_a_terminal_of_few_characters_is_no_traceback(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    write_input({"n": "é"})
+    args = ["run", f"{module}:agent", "--source", "in.jsonl", "--job", "café"]
+    result = shell(*args)
+    assert result.code == 0
+    assert result.out == '{"charged": "\\u00e9"}\n'
+    assert "job caf\\xe9: finished" in result.err
+    result = shell("demo", "--kills", "1")
+    assert result.code == 0
+    assert "x process" in result.out
+    assert "+ process" in result.out
+    assert "\\u" not in result.out + result.err
 
 
 @pytest.mark.slow

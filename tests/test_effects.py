@@ -10,13 +10,16 @@ import pytest
 
 from dalsegno import (
     ActionError,
+    Agent,
     DefinitionError,
     DidNotHappen,
     Happened,
+    InputEvent,
     LocalRunner,
     RunnerContext,
     RunReport,
     Unknown,
+    action,
     current_call,
 )
 from tests.helpers import STORES, Scripted, Tools, World, crashed, run
@@ -405,3 +408,54 @@ def test_a_doubt_that_arises_beside_other_calls_lets_them_end_first(world: World
     run(world.runner(Scripted(body)), [1], world.out)
     assert tools.count("slow") == 2
     assert world.outputs() == ["done slow"]
+
+
+async def inner(ctx: RunnerContext) -> int:
+    return await ctx.durable_execute(answer, effect="read")
+
+
+async def answer() -> int:
+    return 42
+
+
+async def leave() -> None:
+    raise SystemExit(0)
+
+
+def leave_from_a_thread() -> None:
+    raise SystemExit("bye")
+
+
+class Leaves(Agent):
+    """Does on its one message what *how* says."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    @action(InputEvent)
+    async def act(self, event: InputEvent, ctx: RunnerContext) -> None:
+        async def nested() -> int:
+            return await inner(ctx)
+
+        if self.how == "nested":
+            await ctx.durable_execute(nested, effect="read", name="nested")
+        elif self.how == "action":
+            raise SystemExit(0)
+        elif self.how == "task":
+            await asyncio.gather(ctx.durable_execute(leave, effect="read"), ctx.durable_execute(answer, effect="read"))
+        else:
+            await ctx.durable_execute(leave if self.how == "async" else leave_from_a_thread, effect="read")
+
+
+@pytest.mark.parametrize("how", ["action", "async", "thread", "task"])
+def test_a_system_exit_of_the_users_code_fails_the_action_and_does_not_end_the_process(how: str) -> None:
+    runner = LocalRunner(Leaves(how), job="job", store="memory://")
+    for _ in range(2):
+        with pytest.raises(ActionError, match="SystemExit"):
+            runner.run([1])
+
+
+def test_a_durable_call_inside_the_function_of_another_one_is_refused() -> None:
+    runner = LocalRunner(Leaves("nested"), job="job", store="memory://")
+    with pytest.raises(ActionError, match="inside the function of another one"):
+        runner.run([1])

@@ -20,6 +20,7 @@ from dalsegno import (
     ActionError,
     Agent,
     DefinitionError,
+    Event,
     InputError,
     InputEvent,
     LocalRunner,
@@ -27,11 +28,13 @@ from dalsegno import (
     RecordError,
     RestoreError,
     RunnerContext,
+    RunReport,
     StoreError,
     action,
 )
 from dalsegno.core.records import Record
 from dalsegno.runners import pipeline
+from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
 from dalsegno.runners.local import file_name
 from dalsegno.runners.report import Progress
 from dalsegno.runners.sinks import JsonLinesSink
@@ -159,7 +162,7 @@ def test_unless_given_the_store_lies_below_the_present_folder(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     run(LocalRunner(Scripted(echo), job="my job/1"), [1])
     found = sorted(path.name for path in (tmp_path / ".dalsegno").iterdir() if path.name.endswith(".db"))
-    assert found == ["my job%2F1.db", "my job%2F1.my job%2F1.checkpoints.db"]
+    assert found == ["my job%2F1.checkpoints.db", "my job%2F1.db"]
 
 
 # --- order, room and pace -------------------------------------------------------------------------------------------
@@ -318,9 +321,9 @@ class Exploding(JsonLinesSink):
         super().flush(state)
         self._explode("after flush")
 
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         self._explode("before write")
-        super().write(output, output_id, tree)
+        super().write(output, output_id)
         self._explode("after write")
 
 
@@ -967,14 +970,14 @@ def test_checkpoints_are_taken_while_callees_hold_all_threads_of_the_loop(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = threading.Event()
-    commit = pipeline.CheckpointFile.commit
+    commit = CheckpointFile.commit
 
-    def committed(self: pipeline.CheckpointFile, checkpoint: pipeline.Checkpoint) -> None:
+    def committed(self: CheckpointFile, checkpoint: Checkpoint) -> None:
         commit(self, checkpoint)
         if checkpoint.number:  # the first is taken before anything starts
             taken.set()
 
-    monkeypatch.setattr(pipeline.CheckpointFile, "commit", committed)
+    monkeypatch.setattr(CheckpointFile, "commit", committed)
 
     async def wait_for_a_checkpoint(number: int) -> bool:
         return await asyncio.to_thread(taken.wait, PATIENCE / 2)
@@ -1041,3 +1044,52 @@ def test_an_input_that_is_cut_before_a_recorded_message_is_refused(world: World,
     write(source, messages(10))
     run(world.runner(agent), source, world.out, key="k")
     assert len(world.outputs()) == 9, "the call that was in flight is in doubt, and its message parked"
+
+
+def test_a_message_whose_actions_never_wait_lets_others_go_on_and_can_be_stopped(world: World) -> None:
+    """An agent that triggers itself for ever must not take the process for itself."""
+
+    class Again(Event):
+        n: int
+
+    class Endless(Agent):
+        @action(InputEvent)
+        async def start(self, event: InputEvent, ctx: RunnerContext) -> None:
+            ctx.send_event(Again(n=0))
+
+        @action(Again)
+        async def again(self, event: Again, ctx: RunnerContext) -> None:
+            ctx.send_event(Again(n=event.n + 1))
+
+    async def stopped_while_it_runs() -> RunReport:
+        store = world.store()
+        runner = world.runner(Endless(), store=store)
+        running = asyncio.create_task(runner.run_async([1]))
+        await until(lambda: len(store.batches) > 2)  # what it does is recorded meanwhile
+        runner.stop()
+        async with asyncio.timeout(PATIENCE):
+            return await running
+
+    assert asyncio.run(stopped_while_it_runs()).messages == 0
+
+
+def test_an_action_that_makes_calls_for_ever_can_be_stopped_and_what_it_did_is_recorded(world: World) -> None:
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        n = 0
+        while True:
+            n = await ctx.durable_execute(successor, n, effect="read")
+
+    async def stopped_while_it_runs() -> None:
+        store = world.store()
+        runner = world.runner(Scripted(body), store=store)
+        running = asyncio.create_task(runner.run_async([1]))
+        await until(lambda: len(store.batches) > 2)
+        runner.stop()
+        async with asyncio.timeout(PATIENCE):
+            await running
+
+    asyncio.run(stopped_while_it_runs())
+
+
+async def successor(n: int) -> int:
+    return n + 1

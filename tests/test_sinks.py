@@ -50,7 +50,7 @@ def sink(file: Path) -> Iterator[JsonLinesSink]:
 def put(sink: Sink, *outputs: object) -> State:
     """Write outputs and take a checkpoint; the state passes through JSON as in a checkpoint."""
     for output in outputs:
-        sink.write(output, f"id-{output}", None)
+        sink.write(output, f"id-{output}")
     state = sink.snapshot()
     sink.flush(state)
     loaded: State = json.loads(json.dumps(state))
@@ -98,7 +98,7 @@ def test_after_any_crashes_each_output_is_there_once(
     committed, done = put(sink), 0
     for count, commits, torn in runs:
         for number in range(done, done + count):
-            sink.write({"n": number, "pad": "x" * 2000}, str(number), None)
+            sink.write({"n": number, "pad": "x" * 2000}, str(number))
         if commits:
             committed, done = put(sink), done + count
         sink.close()
@@ -111,17 +111,30 @@ def test_after_any_crashes_each_output_is_there_once(
 
 def test_a_snapshot_counts_what_is_written_and_flush_may_come_later(sink: JsonLinesSink, file: Path) -> None:
     sink.open(None)
-    sink.write(1, "1", None)
+    sink.write(1, "1")
     state = sink.snapshot()
-    sink.write(2, "2", None)
+    sink.write(2, "2")
     asyncio.run(asyncio.to_thread(sink.flush, state))
     sink.close()
     sink.open(state)
     assert lines(file) == [1]
 
 
-def test_a_new_job_appends(sink: JsonLinesSink, file: Path) -> None:
+def test_a_new_job_does_not_share_the_file_of_another(sink: JsonLinesSink, file: Path) -> None:
+    file.write_bytes(b"1\n")
+    for _ in range(2):
+        with pytest.raises(RestoreError, match=r"out\.jsonl' already holds 2 bytes.*Give another file, or remove it"):
+            sink.open(None)
+        assert file.read_bytes() == b"1\n"
+    file.write_bytes(b"")
+    sink.open(None)
+    put(sink, 2)
+    assert lines(file) == [2]
+
+
+def test_a_new_job_appends_if_told_to(file: Path) -> None:
     file.write_bytes(b'"kept"\n')
+    sink = JsonLinesSink(file, append=True)
     sink.open(None)
     assert sink.snapshot()["length"] == 7
     state = put(sink)
@@ -129,13 +142,14 @@ def test_a_new_job_appends(sink: JsonLinesSink, file: Path) -> None:
     sink.close()
     sink.open(state)
     put(sink, 2)
+    sink.close()
     assert lines(file) == ["kept", 2]
 
 
-def test_a_new_job_does_not_append_to_half_a_line(sink: JsonLinesSink, file: Path) -> None:
+def test_a_new_job_does_not_append_to_half_a_line(file: Path) -> None:
     file.write_bytes(b'1\n{"half')
     with pytest.raises(RestoreError, match="has no newline"):
-        sink.open(None)
+        JsonLinesSink(file, append=True).open(None)
     assert file.read_bytes() == b'1\n{"half'
 
 
@@ -146,7 +160,7 @@ from dalsegno.runners.sinks import JsonLinesSink
 sink = JsonLinesSink(sys.argv[1])
 sink.open(None)
 for number in range(10**9):
-    sink.write({"n": number, "pad": "x" * 5000}, str(number), None)
+    sink.write({"n": number, "pad": "x" * 5000}, str(number))
     if number % 10 == 9:
         state = sink.snapshot()
         sink.flush(state)
@@ -223,7 +237,7 @@ def test_a_file_moved_away_is_noticed_before_the_checkpoint(
     file.rename(tmp_path / "moved.jsonl")
     if replaced:
         file.write_bytes(b"1\n2\n")
-    sink.write(2, "2", None)
+    sink.write(2, "2")
     with pytest.raises(StoreError, match="moved, removed or replaced"):
         sink.flush(sink.snapshot())
 
@@ -239,7 +253,7 @@ def test_a_file_cut_by_others_is_noticed_before_the_checkpoint(sink: JsonLinesSi
 def test_one_job_a_file(sink: JsonLinesSink, file: Path) -> None:
     sink.open(None)
     state = put(sink, 1)
-    sink.write(2, "2", None)
+    sink.write(2, "2")
     other = JsonLinesSink(file)
     for opened_with in (None, state):
         with pytest.raises(StoreError, match="is being written by another job"):
@@ -256,9 +270,9 @@ def test_a_file_system_without_locks(sink: JsonLinesSink, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     sink.open(None)
-    put(sink, 1)
+    state = put(sink, 1)
     monkeypatch.setattr(sinks, "fcntl", None)
-    sink.open(None)
+    sink.open(state)
     put(sink, 2)
 
 
@@ -285,14 +299,14 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_closed_sink_does_not_write(sink: JsonLinesSink) -> None:
-    for use in (lambda: sink.write(1, "1", None), lambda: sink.flush({"length": 0})):
+    for use in (lambda: sink.write(1, "1"), lambda: sink.flush({"length": 0})):
         with pytest.raises(StoreError, match="not open"):
             use()
     sink.open(None)
     sink.close()
     sink.close()
     with pytest.raises(StoreError, match="not open"):
-        sink.write(1, "1", None)
+        sink.write(1, "1")
 
 
 FULL_DISK = """
@@ -303,12 +317,12 @@ from dalsegno.runners.sinks import JsonLinesSink
 sink = JsonLinesSink(sys.argv[1])
 sink.open(None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-sink.write("x" * 500, "first", None)
+sink.write("x" * 500, "first")
 try:
-    sink.write("y" * 600, "second", None)
+    sink.write("y" * 600, "second")
 except StoreError as error:
     print(error)
-sink.write("z" * 100, "third", None)
+sink.write("z" * 100, "third")
 state = sink.snapshot()
 sink.flush(state)
 print(state["length"])
@@ -346,7 +360,7 @@ def test_a_failed_flush_is_never_tried_again(sink: JsonLinesSink, monkeypatch: p
         patch.setattr(os, "fsync", fails)
         with pytest.raises(StoreError, match="could not be made durable: Input/output error"):
             sink.flush(sink.snapshot())
-    for use in (lambda: sink.write(2, "2", None), lambda: sink.flush(sink.snapshot())):
+    for use in (lambda: sink.write(2, "2"), lambda: sink.flush(sink.snapshot())):
         with pytest.raises(StoreError, match="could not be made durable"):
             use()
     sink.open(state)
@@ -363,9 +377,9 @@ def test_a_failed_write_that_cannot_be_taken_back_ends_the_sink(
         patch.setattr(os, "write", lambda fd, data: real(fd, data[:2]) if len(data) > 6 else fails())
         patch.setattr(os, "ftruncate", fails)
         with pytest.raises(StoreError, match="cannot be written"):
-            sink.write("12345", "2", None)
+            sink.write("12345", "2")
     with pytest.raises(StoreError):
-        sink.write(3, "3", None)
+        sink.write(3, "3")
     sink.open(state)
     put(sink, 4)
     assert lines(file) == [1, 4]
@@ -394,16 +408,16 @@ def test_the_directory_is_synced_when_the_file_is_new(
 
     monkeypatch.setattr(os, "fsync", spy)
     sink.open(None)
-    put(sink, 1)
+    state = put(sink, 1)
     assert synced == [True, False]
-    sink.open(None)
+    sink.open(state)
     assert synced == [True, False]
 
 
 def test_an_output_without_plain_form_names_its_id(sink: JsonLinesSink, file: Path) -> None:
     sink.open(None)
     with pytest.raises(CodecError, match=r"the output 'id-7'\['a'\]\[1\] cannot be written as JSON: a object"):
-        sink.write({"a": [1, object()]}, "id-7", None)
+        sink.write({"a": [1, object()]}, "id-7")
     assert file.read_bytes() == b""
 
 
@@ -542,10 +556,11 @@ def test_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_standard_output_in_another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", newline="\n"))
-    put(StdoutSink(), "é")
-    assert raw.getvalue() == b'"\\u00e9"\n'
+    for errors in ("strict", "backslashreplace"):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors=errors, newline="\n"))
+        put(StdoutSink(), "é")
+        assert raw.getvalue() == b'"\\u00e9"\n'
 
 
 def test_standard_output_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,7 +571,7 @@ def test_standard_output_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> N
     for stdout in (Broken(), None):
         monkeypatch.setattr(sys, "stdout", stdout)
         with pytest.raises(StoreError, match="cannot be written to standard output"):
-            StdoutSink().write(1, "1", None)
+            StdoutSink().write(1, "1")
 
 
 def test_a_callable_gets_the_value_itself() -> None:
@@ -612,7 +627,7 @@ def test_open_sink(file: Path) -> None:
     assert isinstance(open_sink(print), CallableSink)
 
 
-@pytest.mark.parametrize("spec", [3, b"path", [], JsonLinesSink, "out.csv"])
+@pytest.mark.parametrize("spec", [3, b"path", [], JsonLinesSink, "out.csv", ""])
 def test_what_is_no_sink(spec: object) -> None:
     with pytest.raises(DefinitionError):
         open_sink(spec)

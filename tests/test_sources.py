@@ -119,7 +119,7 @@ def test_a_bad_line_names_its_place_and_reason(file: Path) -> None:
     items = read(JsonLinesSource(write(file, ODD)))
     bad = {item.ordinal: item.value for item in items if isinstance(item.value, BadInput)}
     assert sorted(bad) == [2, 4, 5, 7]
-    assert bad[2].where == "reviews.jsonl, line 5"
+    assert bad[2].where == f"{file}, line 5"
     assert "not JSON" in bad[2].reason
     assert bad[2].raw == '{"broken": '
     assert "not UTF-8: byte 0xe9, number 12 of the line" in bad[4].reason
@@ -209,7 +209,7 @@ def test_a_last_line_gets_its_newline_later(file: Path, newline: bytes) -> None:
     second = read(JsonLinesSource(file), first[-1].position)
     assert second == read(JsonLinesSource(file))[2:]
     assert isinstance(second[0].value, BadInput)
-    assert second[0].value.where == "reviews.jsonl, line 4"
+    assert second[0].value.where == f"{file}, line 4"
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"1\n12", b"1\n123\n"), (b'1\n{"a"', b'1\n{"a": 1}\n')])
@@ -417,8 +417,10 @@ def test_odd_rows(file: Path) -> None:
         {"id": "f", "text": "last"},
     ]
     bad = [item.value for item in items if isinstance(item.value, BadInput)]
-    assert bad[0] == BadInput("reviews.csv, line 7", "the row has 1 values, the header names 2 columns", "too short")
-    assert (bad[1].where, bad[1].raw) == ("reviews.csv, line 8", "b,too,long")
+    assert bad[0] == BadInput(
+        f"{file.with_suffix('.csv')}, line 7", "the row has 1 values, the header names 2 columns", "too short"
+    )
+    assert (bad[1].where, bad[1].raw) == (f"{file.with_suffix('.csv')}, line 8", "b,too,long")
     assert "it is not CSV" in bad[2].reason
 
 
@@ -427,7 +429,7 @@ def test_a_row_that_is_not_utf8(file: Path) -> None:
     items = assert_resumes_everywhere(lambda: CsvSource(path))
     assert isinstance(items[0].value, BadInput)
     assert items[0].value == BadInput(
-        "reviews.csv, line 2", "it is not UTF-8: byte 0xe9, number 1 of the line", 'a,"x\n�"'
+        f"{file.with_suffix('.csv')}, line 2", "it is not UTF-8: byte 0xe9, number 1 of the line", 'a,"x\n�"'
     )
     assert items[1].value == {"id": "b", "text": "y"}
 
@@ -732,3 +734,8 @@ def test_open_source(file: Path) -> None:
 def test_what_is_no_source(spec: object) -> None:
     with pytest.raises(DefinitionError, match="A source cannot be made of"):
         open_source(spec)
+
+
+def test_an_empty_path_is_no_source() -> None:
+    with pytest.raises(DefinitionError, match="The path of the source is empty"):
+        open_source("")

@@ -7,13 +7,15 @@
         async def score(self, event: InputEvent, ctx: RunnerContext) -> None: ...
 
 What is declared wrongly fails when the class is defined, with a `DefinitionError`. The action's name is part of the
-identity of everything it records; the agent's ``name`` (the class name unless given) is part of the job's.
+identity of everything it records; the agent's ``name`` (the class name unless given, as ``class A(Agent, name="a")``
+or as ``name = "a"`` in its body) is part of the job's.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +26,8 @@ from dalsegno.registry import register_reachable, register_signature
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__dalsegno_action__"
+_RESERVED = frozenset({"name", "actions", "handlers"})
+"""What every agent has; an action in its place would be lost, or break the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,32 @@ class ActionSpec:
     event_types: tuple[type[Event], ...]
     function: Callable[..., Any]
     is_async: bool
+    given_name: str | None = None
+    """The name that the decorator was given, if any."""
+
+
+def check_name(name: object, what: str) -> None:
+    """Raise `DefinitionError` unless *name* can be recorded; *what* says whose name it is."""
+    if not isinstance(name, str) or not name:
+        raise DefinitionError(
+            f"{what} must be a non-empty string, because it is recorded, but is {name!r}: give a string, or leave it "
+            "out"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DefinitionError(
+            f"{what} must be a non-empty string that UTF-8 can encode, because it is recorded, but {name!r} has a "
+            "lone surrogate: give another"
+        ) from None
 
 
 def action(*event_types: type[Event], name: str | None = None) -> Callable[[F], F]:
     """Mark a method ``(self, event, ctx)`` of an `Agent` as an action for *event_types* and their subclasses.
 
-    *name* keeps the recorded name when the method is renamed; it is the method's own name unless given.
-    Raises `DefinitionError` when no event type is given or one is not a subclass of `Event`.
+    *name* keeps the recorded name when the method is renamed; it is the method's own name unless given. Stacked on one
+    method, the decorators mark one action for the event types of all of them.
+    Raises `DefinitionError` when no event type is given, one is not a subclass of `Event`, or *name* is no name.
     """
     if len(event_types) == 1 and inspect.isfunction(event_types[0]):
         raise DefinitionError(
@@ -51,6 +74,8 @@ def action(*event_types: type[Event], name: str | None = None) -> Callable[[F], 
         raise DefinitionError("@action() names no event: write @action(InputEvent), or the event types that trigger it")
     for event_type in event_types:
         _check_event_type(event_type)
+    if name is not None:
+        check_name(name, "@action(..., name=...)")
 
     def mark(function: F) -> F:
         spec = _spec(function, event_types, name)
@@ -90,7 +115,20 @@ def _spec(function: Callable[..., Any], event_types: tuple[type[Event], ...], na
         raise DefinitionError(
             f"action {function.__qualname__!r} uses yield: an action sends its events with ctx.send_event(...)"
         )
-    return ActionSpec(name or function.__name__, event_types, function, inspect.iscoroutinefunction(function))
+    stacked = getattr(function, _MARK, None)
+    if isinstance(stacked, ActionSpec):
+        event_types = tuple(dict.fromkeys(event_types + stacked.event_types))
+        name = _one_name(function, stacked.given_name, name)
+    return ActionSpec(name or function.__name__, event_types, function, inspect.iscoroutinefunction(function), name)
+
+
+def _one_name(function: Callable[..., Any], inner: str | None, outer: str | None) -> str | None:
+    if inner is not None and outer is not None and inner != outer:
+        raise DefinitionError(
+            f"action {function.__qualname__!r} is given two names, {inner!r} and {outer!r}, by stacked @action "
+            "decorators, but is recorded under one: give name= once"
+        )
+    return inner if outer is None else outer
 
 
 class _Namespace(dict[str, Any]):
@@ -105,7 +143,7 @@ class _Namespace(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-class _AgentMeta(type):
+class _AgentMeta(ABCMeta):  # so that an agent may also derive from an abstract base class
     @classmethod
     def __prepare__(cls, name: str, bases: tuple[type, ...], /, **kwargs: Any) -> _Namespace:
         return _Namespace()
@@ -126,8 +164,8 @@ class Agent(metaclass=_AgentMeta):
 
     def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.name = name or cls.__name__
         cls.actions = _collect(cls)
+        cls.name = _agent_name(cls, name)
 
     def handlers(self, event_type: type[Event]) -> Sequence[ActionSpec]:
         """The actions that *event_type* triggers, in the order of their definition."""
@@ -139,13 +177,27 @@ def _handlers(agent: type[Agent], event_type: type[Event]) -> list[ActionSpec]:
     return [spec for spec in agent.actions.values() if issubclass(event_type, spec.event_types)]
 
 
+def _agent_name(cls: type[Agent], keyword: str | None) -> str:
+    name = vars(cls).get("name", cls.__name__ if keyword is None else keyword)
+    for given in (name, name if keyword is None else keyword):
+        check_name(given, f"the name of agent {cls.__name__!r}")
+    if keyword is not None and name != keyword:
+        raise DefinitionError(
+            f"agent {cls.__name__!r} is named {name!r} in its body and {keyword!r} by its keyword name=, but is "
+            "recorded under one name: give one of them"
+        )
+    return str(name)
+
+
 def _collect(cls: type[Agent]) -> dict[str, ActionSpec]:
     methods: dict[str, ActionSpec] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
             methods.pop(attribute, None)
-            spec = getattr(value, _MARK, None)
+            wrapped = isinstance(value, staticmethod | classmethod)
+            spec = getattr(value.__func__ if wrapped else value, _MARK, None)
             if isinstance(spec, ActionSpec):
+                _check_method(cls, attribute, value)
                 methods[attribute] = spec
     actions: dict[str, ActionSpec] = {}
     for spec in methods.values():
@@ -155,6 +207,19 @@ def _collect(cls: type[Agent]) -> dict[str, ActionSpec]:
             )
         actions[spec.name] = spec
     return actions
+
+
+def _check_method(cls: type[Agent], attribute: str, value: object) -> None:
+    if attribute in _RESERVED:
+        raise DefinitionError(
+            f"agent {cls.__name__!r} has an action method named {attribute!r}, but {attribute!r} is an attribute of "
+            f"every agent: rename the method; @action(..., name={attribute!r}) keeps the recorded name"
+        )
+    if isinstance(value, staticmethod | classmethod):
+        raise DefinitionError(
+            f"action {attribute!r} of agent {cls.__name__!r} is a {type(value).__name__}, but an action is a plain "
+            "method (self, event, ctx): remove the decorator"
+        )
 
 
 def check_agent(agent: object) -> Agent:

@@ -79,10 +79,10 @@ class Sink(JsonLinesSink):
 
     boundaries: Boundaries
 
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         self.boundaries.reach("sink", "before a line")
         with mock.patch.object(os, "write", _in_halves(os.write, self.boundaries)):
-            super().write(output, output_id, tree)
+            super().write(output, output_id)
         self.boundaries.reach("sink", "after a line")
 
     def flush(self, state: dict[str, Any]) -> None:

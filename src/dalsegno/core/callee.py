@@ -1,5 +1,5 @@
-"""What the executor must know of a function before it calls it: its stable name, and whether its arguments are "
-"clear."""
+"""What the executor must know of a function before it calls it: its stable name, and whether its arguments are
+clear."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dalsegno.agent import check_name
 from dalsegno.context import CallOptions
 from dalsegno.core.identity import callable_name
 from dalsegno.effects import EFFECTS
@@ -64,19 +65,29 @@ def _describe(function: Callable[..., Any]) -> Callee:
 def check_options(
     function: Callable[..., Any], callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
 ) -> str:
-    """The name of the call. Raises `DefinitionError` for an unknown effect, a missing name, an ambiguous argument."""
-    if options.reconcile is None and not callee.colliding and callee.name and options.effect in EFFECTS:
-        return options.name or callee.name
+    """The name of the call. Raises `DefinitionError` for a wrong option, a missing name, an ambiguous argument."""
+    if callee.colliding:  # first, since an argument taken for an option is nearly always a wrong option too
+        _check_collisions(function, callee, args, kwargs, options)
+    if options.name is not None:
+        check_name(options.name, "durable_execute(..., name=...)")
     if options.effect not in EFFECTS:
         raise DefinitionError(f"effect={options.effect!r} is not one of {', '.join(map(repr, EFFECTS))}")
-    if options.reconcile is not None and options.effect != "once":
+    if options.reconcile is not None:
+        _check_reconcile(options)
+    return options.name or callee.name or callable_name(function)
+
+
+def _check_reconcile(options: CallOptions) -> None:
+    if not callable(options.reconcile):
+        raise DefinitionError(
+            f"reconcile={options.reconcile!r} cannot be called: pass the function itself, which is called with the "
+            "call's arguments after a crash and says whether the call happened"
+        )
+    if options.effect != "once":
         raise DefinitionError(
             f"reconcile= is only asked about a call with effect='once'; this one has {options.effect!r} and is "
             "simply made again after a crash"
         )
-    if callee.colliding:
-        _check_collisions(function, callee, args, kwargs, options)
-    return options.name or callee.name or callable_name(function)
 
 
 def _check_collisions(

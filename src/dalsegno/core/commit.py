@@ -53,6 +53,11 @@ class GroupCommit:
         if self._writer is None and self._timer is None:
             self._timer = self._loop.call_later(self._linger, self._start)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so much is pending that whoever appends should wait."""
+        return len(self._pending) > 2 * self._max_batch or self._pending_bytes > 2 * self._max_bytes
+
     def check(self) -> None:
         """Raise `StoreError` if a write has failed."""
         if self._failure is not None:

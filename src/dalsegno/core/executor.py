@@ -79,6 +79,10 @@ class _Run:
     due: deque[_Step] = field(default_factory=deque)
 
 
+_STEPS_A_TURN = 16
+"""Action tasks of a message that may run in a row, if none of them waits, before others get their turn."""
+
+
 class Executor:
     """Runs messages of one agent in one environment; holds no state of any message."""
 
@@ -100,15 +104,19 @@ class Executor:
                 return self._play_back(run, history)
         for spec in self._agent.handlers(InputEvent):
             run.due.append(_Step(spec, InputEvent(input=codec.from_tree(message.tree)), "", 0))
-        position = 0
+        left = deque(history)
+        header = {"content": content}
+        steps = 0
         try:
             while run.due:
-                await self._step(run, run.due.popleft(), history[position:], content if position == 0 else None)
-                position += 1
+                await self._step(run, run.due.popleft(), left, header)
+                header = {}
+                steps += 1
+                if steps % _STEPS_A_TURN == 0:
+                    await self._environment.give_way()
         except InDoubtError as error:
             return Parked(str(error))
-        if history:
-            self._check_all_due(message, history[position:])
+        self._check_all_due(message, left)
         return Finished(run.memory, run.outputs)
 
     def _check_content(self, message: Message, content: str, history: Sequence[TaskActionState]) -> None:
@@ -120,8 +128,9 @@ class Executor:
                 "was, or give the job a new name to start afresh"
             )
 
-    async def _step(self, run: _Run, step: _Step, history: Sequence[TaskActionState], content: str | None) -> None:
-        recorded = history[0] if history else None
+    async def _step(self, run: _Run, step: _Step, left: deque[TaskActionState], header: dict[str, Any]) -> None:
+        """Run or play back one action task. *left* is what is recorded of this one and those after it."""
+        recorded = left.popleft() if left else None
         identity = task_id(run.message.id, step.sender, step.index, step.spec.name)
         if recorded is not None and recorded.task != identity:
             raise DivergenceError(
@@ -135,19 +144,22 @@ class Executor:
             self._apply(run, recorded)
             self._environment.counters.replayed += len(recorded.calls)
             return
-        header = {"action": step.spec.name, "event": _type_name(step.event), "sender": step.sender, "index": step.index}
-        if content is not None:
-            header["content"] = content
+        header |= {
+            "action": step.spec.name,
+            "event": _type_name(step.event),
+            "sender": step.sender,
+            "index": step.index,
+        }
         task = ActionTask(
             self._environment, self._agent, step.spec, run.message, identity, header, recorded, run.memory, run.sensory
         )
         await task.run(step.event)
         self._take(run, identity, task.sent)
         if not run.due:
-            self._check_all_due(run.message, history[1:])
+            self._check_all_due(run.message, left)
         run.memory, run.sensory = task.commit(last=not run.due)
 
-    def _check_all_due(self, message: Message, left: Sequence[TaskActionState]) -> None:
+    def _check_all_due(self, message: Message, left: deque[TaskActionState]) -> None:
         if left:
             raise DivergenceError(
                 f"{self._describe(message)}: the code no longer fits the record: the action {left[0].action!r} for "

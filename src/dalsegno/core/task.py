@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dalsegno.core.executor import Message
 
 
+_CALLS_A_TURN = 32
+"""Calls that an action may make in a row, if none of them waits, before others get their turn."""
 _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
@@ -57,6 +59,8 @@ class Stopped(Exception):
 class Log(Protocol):
     """What an action task needs of the group commit."""
 
+    @property
+    def crowded(self) -> bool: ...
     def append(self, record: Record, /) -> None: ...
     def check(self) -> None: ...
     async def barrier(self) -> None: ...
@@ -82,6 +86,13 @@ class Environment:
     stopping: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
+
+    async def give_way(self) -> None:
+        """Let the event loop do other things, and wait if more is to be recorded than the store keeps up with."""
+        if self.log.crowded:
+            await self.log.barrier()
+        else:
+            await asyncio.sleep(0)
 
 
 class ActionTask:
@@ -203,7 +214,7 @@ class ActionTask:
             )
 
     def _raise_failure(self, failure: BaseException) -> NoReturn:
-        if not isinstance(failure, (Exception, BaseExceptionGroup, asyncio.CancelledError)):
+        if isinstance(failure, (KeyboardInterrupt, GeneratorExit)):
             raise failure
         self._journal.leave_failed(failure)
         raise ActionError(f"{self}: {type(failure).__name__}: {failure}{raised_at(failure)}") from failure
@@ -227,6 +238,7 @@ class ActionTask:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Coroutine[Any, Any, Any]:
         self._check_running()
+        _check_not_nested()
         if not self._spec.is_async:
             raise DefinitionError(
                 f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
@@ -243,6 +255,7 @@ class ActionTask:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
         self._check_running()
+        _check_not_nested()
         if self._spec.is_async:
             raise DefinitionError(
                 f"action {self._spec.name!r} is async: write await ctx.durable_execute(...), so that other messages "
@@ -250,7 +263,8 @@ class ActionTask:
             )
         callee = describe(function)
         name = self._name(function, callee, args, kwargs, options)
-        coroutine = self._call(function, callee, name, args, kwargs, options, 0)
+        self._made += 1
+        coroutine = self._call(function, callee, name, args, kwargs, options, self._made)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _name(
@@ -326,6 +340,8 @@ class ActionTask:
         token: int,
     ) -> Any:
         self._not_awaited.pop(token, None)
+        if token % _CALLS_A_TURN == 0:
+            await self._environment.give_way()
         if self._verdict is not None:
             await self._stop_with(self._verdict)
         self._check_running()
@@ -420,6 +436,14 @@ class ActionTask:
             decoded = codec.decode_exception(tree)
             self._journal.raised(call, decoded)
             raise decoded.with_traceback(error.__traceback__) from decoded.__cause__
+        except SystemExit as error:
+            # As an outcome it would end every replay; out of a task of the action it would end the event loop.
+            reason = ActionError(
+                f"{self}: the call {call.state.name} raised SystemExit({error.code!r}), which says nothing of its "
+                f"outcome; let it raise an ordinary exception{raised_at(error)}"
+            )
+            reason.__cause__ = error
+            raise _Unrecordable(reason) from error
         try:
             tree = codec.to_tree(result, root="result")
         except CodecError as error:
@@ -504,6 +528,14 @@ class ActionTask:
             self._header = None
         message = self._message
         self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
+
+
+def _check_not_nested() -> None:
+    """A call inside a call would be on record without the other one, or wait for the other one to end."""
+    if effects.running.get(None) is not None:
+        raise DefinitionError(
+            "a durable call is made inside the function of another one; return to the action and make it from there"
+        )
 
 
 def _is_being_cancelled() -> bool:

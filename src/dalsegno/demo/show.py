@@ -119,6 +119,8 @@ class Stage:
     def __init__(self, console: Console, messages: int) -> None:
         self._console = console
         self._messages = messages
+        fancy = _encodable("✗✓⠋", console.encoding)
+        self._killed, self._ended, self._spinner = ("✗", "✓", "dots") if fancy else ("x", "+", "line")
 
     def introduce(self, kills: int) -> None:
         say = self._console.print
@@ -148,7 +150,7 @@ class Stage:
     def run(self, home: Path) -> Iterator[tuple[Callable[[], None], Callable[[Life], None]]]:
         """What shows one run: a function for each look at it, and one for each process that ended."""
         live = self._console.is_terminal and not self._console.quiet
-        with self._console.status("  starting …") if live else nullcontext() as status:
+        with self._console.status("  starting ...", spinner=self._spinner) if live else nullcontext() as status:
             counter = _Results(home / RESULTS, self._messages)
 
             def on_tick() -> None:
@@ -159,11 +161,12 @@ class Stage:
 
     def _tell(self, life: Life) -> None:
         did = f"{life.calls:>4} calls, {life.mails:>3} mails"
+        code = f"[dim](code {life.returncode})[/]"
         if life.killed:
             when = "as a mail left" if life.at_mail else "at work"
-            text = f"   [red]✗[/] process {life.pid:<8}{did}   [red]killed[/] {when} [dim](code {life.returncode})[/]"
+            text = f"   [red]{self._killed}[/] process {life.pid:<8}{did}   [red]killed[/] {when} {code}"
         else:
-            text = f"   [green]✓[/] process {life.pid:<8}{did}   came to the end [dim](code {life.returncode})[/]"
+            text = f"   [green]{self._ended}[/] process {life.pid:<8}{did}   came to the end {code}"
         self._console.print(text)
 
     def conclude(self, ours: Counts, plain: Counts, kills: int, seed: int, keep: Path | None) -> None:
@@ -181,6 +184,14 @@ class Stage:
             say(f"The files of both runs: [bold]{escape(str(keep))}[/]")
         agent = Path(__file__).with_name("agent.py")
         say("The agent:", Text(str(agent), style="bold"), soft_wrap=True)
+
+
+def _encodable(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 class _Results:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import io
 import json
 import logging
 import os
@@ -15,7 +17,7 @@ import sys
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dalsegno.agent import Agent
+    from dalsegno.runners.local import LocalRunner
     from dalsegno.runners.report import OnProgress, Progress, RunReport
+    from dalsegno.runners.sinks import Sink
+    from dalsegno.runners.sources import Source
 
 app = typer.Typer(
     name="dalsegno",
@@ -37,6 +42,7 @@ app = typer.Typer(
 )
 
 PARKED = 3
+_NARROW = 80
 _SIGNAL_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -48,6 +54,10 @@ class BadInputChoice(StrEnum):
     park = "park"
 
 
+class _Interrupted(Exception):
+    """Ctrl-C came while nothing else saw to it."""
+
+
 class _EndAtOnce(Exception):
     """A second signal came; *code* is the exit code."""
 
@@ -57,9 +67,13 @@ class _EndAtOnce(Exception):
 
 def main() -> None:
     """Entry point of the ``dalsegno`` command."""
+    _print_anything()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
+    except (KeyboardInterrupt, _Interrupted):
+        print("dalsegno: interrupted; run it again to go on", file=sys.stderr)
+        sys.exit(_SIGNAL_CODES["SIGINT"])
     except DalSegnoError as error:
         print(f"dalsegno: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, DefinitionError) else 1)
@@ -67,6 +81,22 @@ def main() -> None:
         # A callee may still sit in a thread that nothing can end, and the interpreter would wait for that.
         sys.stdout.flush()
         os._exit(end.code)
+
+
+def _print_anything() -> None:
+    """Escape what a terminal's encoding lacks: a run must not fail at printing what it has done."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    # The argument parser would end the process without a word.
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise _Interrupted from interrupt
 
 
 def _version(wanted: bool) -> None:
@@ -94,6 +124,9 @@ def run(
     job: Annotated[str, typer.Option(help="Name of the job: the same name goes on with the same history.")],
     source: Annotated[str, typer.Option(help="JSON Lines or CSV file, or - for JSON Lines on standard input.")],
     sink: Annotated[str, typer.Option(help="JSON Lines file for the outputs, or - for standard output.")] = "-",
+    append: Annotated[
+        bool, typer.Option("--append", help="Let a new job append to a file that holds outputs already.")
+    ] = False,
     key: Annotated[
         str | None, typer.Option(help="Field that messages are partitioned by. Without it, one message at a time.")
     ] = None,
@@ -110,33 +143,69 @@ def run(
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
     """Run an agent over a stream of records; run it again after a crash, and it goes on where it was."""
-    from dalsegno.runners.local import LocalRunner
+    with _interruptible():
+        from dalsegno.runners.local import LocalRunner
+        from dalsegno.runners.sinks import JsonLinesSink, open_sink
+        from dalsegno.runners.sources import open_source
 
-    runner = LocalRunner(
-        load_agent(agent),
-        job=job,
-        store=store,
-        checkpoints=checkpoints,
-        max_in_flight=max_in_flight,
-        checkpoint_interval=checkpoint_interval,
-    )
-    with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
-        report = _run_to_the_end(runner, source, sink, key, on_bad_input, on_progress)
+        runner = LocalRunner(
+            load_agent(agent),
+            job=job,
+            store=store,
+            checkpoints=checkpoints,
+            max_in_flight=max_in_flight,
+            checkpoint_interval=checkpoint_interval,
+        )
+        opened_source, opened_sink = open_source(source), open_sink(sink)
+        if isinstance(opened_sink, JsonLinesSink):
+            _check_apart(opened_sink.path, source, runner)
+            opened_sink = JsonLinesSink(sink, append=append)
+        with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
+            report = _run_to_the_end(runner, opened_source, opened_sink, key, on_bad_input, on_progress)
     # Outputs on standard output are not to be mixed with the summary.
     print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
     raise typer.Exit(_exit_code(report))
 
 
 def _run_to_the_end(
-    runner: Any, source: str, sink: str, key: str | None, on_bad_input: BadInputChoice, on_progress: OnProgress | None
+    runner: LocalRunner,
+    source: Source,
+    sink: Sink,
+    key: str | None,
+    on_bad_input: BadInputChoice,
+    on_progress: OnProgress | None,
 ) -> RunReport:
     import asyncio
 
     try:
-        report: RunReport = runner.run(source, sink, key=key, on_bad_input=on_bad_input.value, on_progress=on_progress)
+        return runner.run(source, sink, key=key, on_bad_input=on_bad_input.value, on_progress=on_progress)
+    except SystemExit as error:
+        # Its code would become the command's, and 0 would say that the input is finished.
+        raise DalSegnoError(
+            f"the run was ended by SystemExit({error.code!r}){raised_at(error)}, before the end of its input; do not "
+            "exit the process in code that a run calls, then run it again to go on"
+        ) from error
     except asyncio.CancelledError as second_signal:
         raise _EndAtOnce(_SIGNAL_CODES.get(str(second_signal), 1)) from None
-    return report
+
+
+def _check_apart(sink: Path, source: str, runner: LocalRunner) -> None:
+    """Refuse outputs that would go into a file which the run reads, or keeps its records in."""
+    others = {
+        "the source": None if source == "-" else Path(source),
+        "the store": getattr(runner._store, "path", None),
+        "the file of the checkpoints": runner._checkpoints._path,
+    }
+    for what, path in others.items():
+        if isinstance(path, Path) and _same_file(sink, path):
+            raise DefinitionError(f"the sink {str(sink)!r} is {what} of this run; give outputs a file of their own")
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is not there yet
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
 @app.command()
@@ -173,7 +242,7 @@ def load_agent(spec: str) -> Agent:
             f"there is no module {error.name!r} in {os.getcwd()} or among what is installed; MODULE:AGENT is written "
             "with dots, as in examples.reviews:agent"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_importable(module_name, error) from error
     found: object = module
     for name in attribute.split("."):
@@ -184,11 +253,27 @@ def load_agent(spec: str) -> Agent:
             )
         found = getattr(found, name)
     if isinstance(found, type) and issubclass(found, Agent):
-        found = found()
+        found = _made(found, spec)
     return check_agent(found)
 
 
-def _not_importable(module_name: str, error: Exception) -> DefinitionError:
+def _made(agent: type[Agent], spec: str) -> Agent:
+    try:
+        return agent()
+    except (Exception, SystemExit) as error:
+        raise DefinitionError(
+            f"{spec!r} is a class that cannot be made without arguments: {type(error).__name__}: {error}"
+            f"{raised_at(error) or _defined_at(agent)}; name an instance of it instead, as in agent = "
+            f"{agent.__name__}(...)"
+        ) from error
+
+
+def _defined_at(agent: type[Agent]) -> str:
+    code = getattr(inspect.unwrap(agent.__init__), "__code__", None)
+    return f", at {code.co_filename}:{code.co_firstlineno} in __init__" if code else ""
+
+
+def _not_importable(module_name: str, error: BaseException) -> DefinitionError:
     return DefinitionError(
         f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}"
     )
@@ -235,7 +320,7 @@ def _summary(report: RunReport) -> str:
         f"  parked: key {parked.key!r}, message {parked.message_id}: {parked.reason}" for parked in report.parked[:10]
     ]
     if len(report.parked) > 10:
-        lines.append(f"  … and {len(report.parked) - 10} more parked messages")
+        lines.append(f"  and {len(report.parked) - 10} more parked messages")
     return "\n".join(lines)
 
 
@@ -256,18 +341,25 @@ def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
         TextColumn("{task.fields[counts]}"),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("reading", total=None, counts="")
 
         def on_progress(progress: Progress) -> None:
-            report = progress.report
-            calls = f"{report.calls_executed:,} calls executed, {report.calls_replayed:,} replayed"
-            counts = f"{report.messages:,} messages, {calls}"
-            if report.parked:
-                counts += f", {len(report.parked)} parked"
-            bar.update(task, description=report.job, completed=progress.read, total=progress.total, counts=counts)
+            counts = _counts(progress.report, console.width)
+            job = progress.report.job
+            bar.update(task, description=job, completed=progress.read, total=progress.total, counts=counts)
 
         yield on_progress
+
+
+def _counts(report: RunReport, width: int) -> str:
+    counts = f"{report.messages:,} messages, {report.calls_executed:,} calls executed"
+    if width >= _NARROW:
+        counts += f", {report.calls_replayed:,} replayed"
+    if report.parked:
+        counts += f", {len(report.parked)} parked"
+    return counts
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import math
 import os
 import signal
 import sys
@@ -69,10 +70,7 @@ class LocalRunner:
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
-        if max_in_flight < 1:
-            raise DefinitionError(f"max_in_flight={max_in_flight!r}: at least 1 message must be in flight")
-        if checkpoint_interval <= 0:
-            raise DefinitionError(f"checkpoint_interval={checkpoint_interval!r}: give a positive number of seconds")
+        _check_options(max_in_flight, checkpoint_interval, linger)
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
         self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints))
         self._max_in_flight = max_in_flight
@@ -122,8 +120,8 @@ class LocalRunner:
         return await self._run(source, sink, key=key, on_bad_input=on_bad_input, on_progress=on_progress, signals=False)
 
     def stop(self) -> None:
-        """Stop the run cleanly: no new call starts, calls in flight end, a last checkpoint is taken. Not "
-        "thread-safe."""
+        """Stop the run cleanly: no new call starts, calls in flight end, a last checkpoint is taken. Not
+        thread-safe."""
         if self._pipeline is not None:
             self._pipeline.report.stopped_by = self._pipeline.report.stopped_by or "stop()"
             self._pipeline.stop()
@@ -198,19 +196,30 @@ class LocalRunner:
             return Path(given)
         if isinstance(self._store, SqliteStore):
             stem = self._store.path.with_suffix("") if self._store.path.suffix == ".db" else self._store.path
-            return stem.with_name(f"{stem.name}.{file_name(self.job)}.checkpoints.db")
+            own = stem.name == file_name(self.job)  # as in the default layout
+            name = stem.name if own else f"{stem.name}.{file_name(self.job, longest=80)}"
+            return stem.with_name(f"{name}.checkpoints.db")
         return Path(".dalsegno") / f"{file_name(self.job)}.checkpoints.db"
 
 
-def file_name(job: str) -> str:
-    """*job* as a part of a file name; two jobs never share one."""
+def file_name(job: str, longest: int = 150) -> str:
+    """*job* as a part of a file name, of at most *longest* characters; two jobs never share one."""
     name = quote(job, safe=" @+=,").replace(".", "%2E")
-    return name if len(name) <= 150 else f"{name[:117]}~{digest(job)}"
+    return name if len(name) <= longest else f"{name[: longest - 33]}~{digest(job)}"
 
 
 def default_store_path(job: str) -> Path:
     """Where a job's records lie unless a store is given."""
     return Path(".dalsegno") / f"{file_name(job)}.db"
+
+
+def _check_options(max_in_flight: object, checkpoint_interval: object, linger: object) -> None:
+    if not (isinstance(max_in_flight, int) and max_in_flight >= 1):
+        raise DefinitionError(f"max_in_flight={max_in_flight!r}: at least 1 message must be in flight, a whole number")
+    if not (isinstance(checkpoint_interval, (int, float)) and 0 < checkpoint_interval < math.inf):
+        raise DefinitionError(f"checkpoint_interval={checkpoint_interval!r}: give a positive number of seconds")
+    if not (isinstance(linger, (int, float)) and 0 <= linger < math.inf):
+        raise DefinitionError(f"linger={linger!r}: give a number of seconds, 0 or more")
 
 
 def _checked_job(job: object) -> str:

@@ -171,15 +171,15 @@ class Pipeline:
             self._reader.cancel()
 
     async def _process_all(self) -> None:
-        self._reader = asyncio.create_task(self._guarded(self._read()), name="dalsegno-reader")
-        checkpointer = asyncio.create_task(self._guarded(self._checkpoint_now_and_then()), name="dalsegno-checkpointer")
+        self._reader = asyncio.create_task(self._guarded(self._read), name="dalsegno-reader")
+        checkpointer = asyncio.create_task(self._guarded(self._checkpoint_now_and_then), name="dalsegno-checkpointer")
         if self.environment.stopping:  # asked to before there was anything to stop
             self._reader.cancel()
         try:
             await asyncio.wait([self._reader])
             while self._workers:
                 await asyncio.wait(self._workers)
-            await self._guarded(self._log.close())  # what no message waits for any more
+            await self._guarded(self._log.close)  # what no message waits for any more
         except asyncio.CancelledError:
             self._tainted = True  # what becomes durable from now on is for the next run to finish
             for task in (self._reader, checkpointer, *self._workers):
@@ -192,10 +192,10 @@ class Pipeline:
         if self._failure is not None:
             raise self._failure
 
-    async def _guarded(self, activity: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, activity: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run one activity; its failure stops the others."""
         try:
-            await activity
+            await activity()
         except asyncio.CancelledError:
             if not self.environment.stopping:
                 raise
@@ -358,7 +358,7 @@ class Pipeline:
         state.queue.append(entry)
         if not state.busy:
             state.busy = True
-            worker = asyncio.create_task(self._guarded(self._work(state)))
+            worker = asyncio.create_task(self._guarded(functools.partial(self._work, state)))
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
 
@@ -419,7 +419,7 @@ class Pipeline:
         """The message is done and durable. No await in here: a checkpoint sees all of it or nothing."""
         try:
             for output in result.outputs:
-                self._sink.write(output.value, output.id, output.value)
+                self._sink.write(output.value, output.id)
         except BaseException:
             self._tainted = True  # a part of the message's outputs may be in the sink
             raise

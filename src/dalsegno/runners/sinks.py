@@ -52,11 +52,11 @@ class Sink(ABC):
         """
 
     @abstractmethod
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         """Write one output; runs on the event loop, so it must be quick.
 
-        ``output`` is the decoded value, ``tree`` its recorded form, ``output_id`` the same in every replay. Raises
-        StoreError if the output could not be written; it then counts as not written at all.
+        ``output_id`` is the same in every replay. Raises StoreError if the output could not be written; it then counts
+        as not written at all.
         """
 
     @abstractmethod
@@ -75,15 +75,17 @@ class Sink(ABC):
 class JsonLinesSink(Sink):
     """A file of plain JSON values (see :mod:`dalsegno.runners.plain_json`), one a line, exactly once.
 
-    Lines that are not yet in a checkpoint can be seen in the file and are cut off and written again after a crash. A
-    new job appends to a file that exists. The file belongs to one job: it is locked while open, what is before the
-    checkpointed length must be what this job wrote, and what is after it is cut off.
+    Lines that are not yet in a checkpoint can be seen in the file and are cut off and written again after a crash. The
+    file belongs to one job: it is locked while open, what is before the checkpointed length must be what this job
+    wrote, and what is after it is cut off. So a new job refuses a file that holds something, unless it is told to
+    ``append``; the job that wrote the file before must then not be run again, for it would cut off what was appended.
     """
 
     exactly_once = True
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         self.path = Path(path)
+        self._append = append
         self._fd: int | None = None
         self._length = 0
         self._tail = b""
@@ -104,7 +106,7 @@ class JsonLinesSink(Sink):
                 os.lseek(fd, end, os.SEEK_SET)
             self._fd, self._length, self._broken = fd, end, None
 
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         line = to_json_line(output, root=f"the output {output_id!r}")
         fd = self._open_fd()
         try:
@@ -175,7 +177,7 @@ class JsonLinesSink(Sink):
         end = size if length is None else length
         self._tail = _read_before(fd, end)
         if state is None:
-            self._check_ends_line()
+            self._check_new(size)
         elif (found := digest(self._tail)) != (wanted := state.get("tail")):
             raise RestoreError(
                 f"{self.describe()!r} is not what this job has written: the {len(self._tail):,} bytes before byte "
@@ -184,7 +186,13 @@ class JsonLinesSink(Sink):
             )
         return end
 
-    def _check_ends_line(self) -> None:
+    def _check_new(self, size: int) -> None:
+        if size and not self._append:
+            raise RestoreError(
+                f"{self.describe()!r} already holds {size:,} bytes, which this job has not written: it is a new job, "
+                "and an output file belongs to one job. Give another file, or remove it. To append to it, use --append "
+                "or JsonLinesSink(path, append=True), and do not run the job that wrote it again."
+            )
         if self._tail and not self._tail.endswith(b"\n"):
             raise RestoreError(
                 f"The last line of {self.describe()!r} has no newline, so it may be half written and a new job cannot "
@@ -270,7 +278,7 @@ class StdoutSink(_PassingSink):
     def describe(self) -> str:
         return "standard output (at least once)"
 
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         line = to_json_line(output, root=f"the output {output_id!r}")
         try:
             _print(line)
@@ -298,7 +306,7 @@ class CallableSink(_PassingSink):
     def describe(self) -> str:
         return f"{_name(self._fn)} (at least once)"
 
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         try:
             result = self._fn(output, output_id) if self._with_id else self._fn(output)
         except Exception as error:
@@ -320,7 +328,7 @@ class NullSink(_PassingSink):
     def describe(self) -> str:
         return "nowhere"
 
-    def write(self, output: object, output_id: str, tree: object) -> None:
+    def write(self, output: object, output_id: str) -> None:
         pass
 
 
@@ -329,6 +337,8 @@ def open_sink(spec: object) -> Sink:
 
     A :class:`Sink` is given back as it is; anything else is a DefinitionError.
     """
+    if spec == "":
+        raise DefinitionError("The path of the sink is empty. Give a path, or '-' for standard output.")
     if spec is None:
         return NullSink()
     if isinstance(spec, Sink):
@@ -389,11 +399,19 @@ def _print(line: bytes) -> None:
     if stream is None:
         raise ValueError("it is closed")
     text = line.decode()
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:  # an encoding that lacks a character; JSON can escape all of them
-        stream.write(json.dumps(json.loads(text)) + "\n")
+    # The stream itself may be set to replace what its encoding lacks, which is not JSON; JSON can escape everything.
+    if not _encodable(text, getattr(stream, "encoding", None)):
+        text = json.dumps(json.loads(text)) + "\n"
+    stream.write(text)
     stream.flush()
+
+
+def _encodable(text: str, encoding: str | None) -> bool:
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _name(fn: Callable[..., object]) -> str:

@@ -159,7 +159,7 @@ class _FileSource(Source):
 
 class _JsonLinesFile(_FileSource):
     def _items(self, lines: FileLines, ordinal: int) -> Iterator[SourceItem]:
-        name = self.path.name
+        name = self.describe()
         for raw in lines:
             if is_blank(raw):
                 continue
@@ -212,7 +212,7 @@ class CsvSource(_FileSource):
         if not rows.flaw and len(row) != len(columns):
             rows.flaw = f"the row has {len(row)} values, the header names {len(columns)} columns"
         if rows.flaw:
-            return BadInput(f"{self.path.name}, line {rows.first_line}", rows.flaw, raw_text(b"".join(rows.raw)))
+            return BadInput(f"{self.describe()}, line {rows.first_line}", rows.flaw, raw_text(b"".join(rows.raw)))
         return dict(zip(columns, row, strict=True))
 
 
@@ -356,6 +356,8 @@ def open_source(spec: object) -> Source:
 
 
 def _open_path(spec: str | os.PathLike[str]) -> Source:
+    if spec == "":
+        raise DefinitionError("The path of the source is empty. Give a path, or '-' for standard input.")
     suffix = Path(spec).suffix.lower()
     if suffix in (".csv", ".tsv"):
         return CsvSource(spec, delimiter="," if suffix == ".csv" else "\t")
