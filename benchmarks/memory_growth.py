@@ -4,8 +4,8 @@ Usage: ``python -m benchmarks.memory_growth [--messages N] [--json]``
 
 The review agent runs over a stream of 64 keys, then over one where each message has a key of its own. What is printed
 is the resident memory of the process (from ``/proc/self/statm``), the records that the store holds, and the bytes of
-the store's file, each time the message count passes a mark. Flat means: the last mark is not above the first by more than
-noise.
+the store's file, each time the message count passes a mark. Flat means: the last mark is not above the first by more
+than noise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import TEXT, ReviewAgent
-
 from dalsegno import LocalRunner
 
 MARKS = (3_000, 10_000, 30_000, 100_000)
