@@ -195,7 +195,13 @@ def test_a_kill_that_does_not_happen_is_not_a_success(
 def test_faults_of_the_run_with_the_library_are_not_a_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(show, "run_lives", lambda kind, *args, **kwargs: run_lives("without", *args, **kwargs))
+    def run_and_repeat_a_mail(kind: str, folder: Path, *args: Any, **kwargs: Any) -> list[Life]:
+        lives = run_lives(kind, folder, *args, **kwargs)
+        sent = (folder / MAILS).read_text().splitlines()
+        write_lines(folder / MAILS, [json.loads(mail) for mail in [*sent, sent[0]]])
+        return lives
+
+    monkeypatch.setattr(show, "run_lives", run_and_repeat_a_mail)
     assert run_show(tmp_path / "kept") == 1
     assert "This is a bug" in capsys.readouterr().out
 
