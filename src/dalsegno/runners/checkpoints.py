@@ -25,7 +25,7 @@ from dalsegno.memory import EMPTY, Node, from_json, to_json
 
 _APPLICATION_ID = 0x44532E43  # "DS.C"
 _VERSION = 1
-_ROWS = 1000
+_ROWS = (512, 32, 1)
 _SCHEMA = """
 CREATE TABLE job (name TEXT NOT NULL, agent TEXT NOT NULL, store TEXT NOT NULL);
 CREATE TABLE checkpoint (
@@ -282,9 +282,14 @@ def _node(data: bytes) -> Node:
 def _write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Run *statement* with many rows at a time.
 
-    Each step of a statement waits for the interpreter lock, which costs up to 5 ms beside a busy event loop.
+    Each step of a statement waits for the interpreter lock, which costs up to 5 ms beside a busy event loop. Few sizes,
+    because each makes a statement that SQLite keeps prepared.
     """
-    for start in range(0, len(rows), _ROWS):
-        chunk = rows[start : start + _ROWS]
-        row = f"({', '.join('?' * len(chunk[0]))})"
-        connection.execute(statement.format(", ".join([row] * len(chunk))), list(itertools.chain.from_iterable(chunk)))
+    start = 0
+    for size in _ROWS:
+        while len(rows) - start >= size:
+            chunk = rows[start : start + size]
+            row = f"({', '.join('?' * len(chunk[0]))})"
+            values = list(itertools.chain.from_iterable(chunk))
+            connection.execute(statement.format(", ".join([row] * size)), values)
+            start += size
