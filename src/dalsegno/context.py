@@ -125,12 +125,10 @@ class RunnerContext:
         """Call *function* once, record what it returns or raises, and play that back in every replay. Must be awaited.
 
         *effect* says what the call does to the world and so what may happen after a crash in the middle of it:
-        ``"read"``
-        and ``"idempotent"`` calls are made again, a ``"once"`` call only when *reconcile*, called with the same
-        arguments,
-        returns `DidNotHappen`. *name* identifies the call instead of the function's own name. A sync function runs in a
-        thread. Arguments go to *function* as copies decoded from their record; those that are named like an option of
-        this method go into *kwargs*.
+        ``"read"`` and ``"idempotent"`` calls are made again, a ``"once"`` call only when *reconcile*, called with the
+        same arguments, returns `DidNotHappen`. *name* identifies the call instead of the function's own name. A sync
+        function runs in a thread. Arguments go to *function* as copies decoded from their record; those that are named
+        like an option of this method go into *kwargs*.
 
         Raises what *function* raises, as decoded from its record; `CodecError` when an argument or the result cannot be
         recorded; `DefinitionError` when the function has no stable name or an argument and an option share a name.

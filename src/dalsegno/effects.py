@@ -5,8 +5,8 @@ effect     after a crash between request and response
 ========== ===========================================================================================================
 read       called again: a model inference, a look-up
 idempotent called again with the same idempotency key (``current_call().idempotency_key``)
-once       never called again blindly: ``reconcile`` is asked whether it happened; if nobody can tell, the message is
-parked
+once       never called again blindly: ``reconcile`` is asked whether it happened; if nobody can tell, its message is
+           parked
 ========== ===========================================================================================================
 """
 

@@ -1,5 +1,4 @@
-"""What the executor must know of a function before it calls it: its stable name, and whether its arguments are
-clear."""
+"""What must be known of a function before it is called: its stable name, and whether its arguments are clear."""
 
 from __future__ import annotations
 

@@ -101,7 +101,16 @@ def encode_value(value: object, depth: int) -> Tree:
     return ENCODERS[type(value)](value, depth)
 
 
-def encode_dict(value: dict[Any, Any], depth: int) -> Tree:
+def _item_place(key: object) -> str:
+    return f"[{short_repr(key)}]"
+
+
+def _field_place(name: object) -> str:
+    return f".{name}"
+
+
+def encode_dict(value: dict[Any, Any], depth: int, place: Callable[[object], str] = _item_place) -> Tree:
+    """The tree of a dict; *place* is how the path to an item is shown if it cannot be encoded."""
     if depth >= MAX_DEPTH:
         raise too_deep()
     out: dict[str, Tree] = {}
@@ -115,7 +124,7 @@ def encode_dict(value: dict[Any, Any], depth: int) -> Tree:
         else:
             return out
     except Fault as fault:
-        fault.path.append(f"[{short_repr(key)}]")
+        fault.path.append(place(key))
         raise
     return ENCODERS[AnyDict](value, depth)
 
@@ -140,22 +149,7 @@ def encode_list(value: list[Any] | tuple[Any, ...], depth: int) -> list[Tree]:
 
 def encode_fields(value: dict[str, Any], depth: int) -> Tree:
     """Like ``encode_dict``, for the attributes of an object: the path says ``.name``."""
-    if depth >= MAX_DEPTH:
-        raise too_deep()
-    out: dict[str, Tree] = {}
-    name = ""
-    try:
-        for name, item in value.items():
-            if type(name) is not str or name == "$" or not (name.isascii() or is_utf8(name)):
-                break
-            cls = type(item)
-            out[name] = item if cls is str and item.isascii() else ENCODERS[cls](item, depth + 1)
-        else:
-            return out
-    except Fault as fault:
-        fault.path.append(f".{name}")
-        raise
-    return encode_dict(value, depth)
+    return encode_dict(value, depth, _field_place)
 
 
 def is_utf8(text: str) -> bool:

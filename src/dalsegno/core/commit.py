@@ -45,8 +45,7 @@ class GroupCommit:
 
     def append(self, record: Record) -> None:
         """Take *record*; it is durable when a later `barrier` returns. Raises `StoreError` after a failed write."""
-        if self._failure is not None:
-            raise self._error()
+        self.check()
         self._pending.append(record)
         self._pending_bytes += len(record.body)
         self.appended += 1
@@ -140,6 +139,7 @@ class GroupCommit:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         self._pending.clear()
+        self._pending_bytes = 0
         self._release()
 
     def _error(self) -> StoreError:

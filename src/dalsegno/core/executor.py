@@ -142,7 +142,6 @@ class Executor:
             )
         if recorded is not None and recorded.done:
             self._apply(run, recorded)
-            self._environment.counters.replayed += len(recorded.calls)
             return
         header |= {
             "action": step.spec.name,
@@ -167,19 +166,20 @@ class Executor:
                 "the messages in flight are done"
             )
 
-    def _apply(self, run: _Run, state: TaskActionState) -> None:
+    def _apply(self, run: _Run, state: TaskActionState, *, route: bool = True) -> None:
         """Play back an action task that is done."""
+        self._environment.counters.replayed += len(state.calls)
         run.memory = MemoryTransaction(run.memory, codec, "short_term_memory").replay(state.short_term)
         run.sensory = MemoryTransaction(run.sensory, codec, "sensory_memory").replay(state.sensory)
-        self._take(run, state.task, state.events)
+        self._take(run, state.task, state.events, route=route)
 
-    def _take(self, run: _Run, sender: str, events: Sequence[Any]) -> None:
-        """Send the recorded *events*: outputs leave with the message, others make their actions due."""
+    def _take(self, run: _Run, sender: str, events: Sequence[Any], *, route: bool = True) -> None:
+        """Send the recorded *events*: outputs leave with the message, others make their actions due if *route*."""
         for index, tree in enumerate(events):
             event = codec.from_tree(tree)
             if isinstance(event, OutputEvent):
                 run.outputs.append(Output(f"{sender}-{index}", event.output))
-            else:
+            elif route:
                 self._route(run, event, tree, sender, index)
 
     def _route(self, run: _Run, event: Event, tree: Any, sender: str, index: int) -> None:
@@ -197,12 +197,7 @@ class Executor:
     def _play_back(self, run: _Run, history: Sequence[TaskActionState]) -> Finished:
         """A message that is done needs no code at all: its record says everything."""
         for state in history:
-            run.memory = MemoryTransaction(run.memory, codec, "short_term_memory").replay(state.short_term)
-            self._environment.counters.replayed += len(state.calls)
-            for index, tree in enumerate(state.events):
-                event = codec.from_tree(tree)
-                if isinstance(event, OutputEvent):
-                    run.outputs.append(Output(f"{state.task}-{index}", event.output))
+            self._apply(run, state, route=False)
         return Finished(run.memory, run.outputs)
 
     def _describe(self, message: Message) -> str:

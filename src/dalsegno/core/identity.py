@@ -25,8 +25,7 @@ def digest(*parts: Any) -> str:
 
 
 def key_bytes(key: object) -> bytes:
-    """The message key as canonical bytes: equal keys of one type give equal bytes, ``1``, ``"1"`` and ``True`` do
-    not."""
+    """The message key as canonical bytes: equal keys of one type give equal bytes; ``1``, ``"1"``, ``True`` differ."""
     return codec.canonical(codec.to_tree(key, root="message key"))
 
 
@@ -36,14 +35,12 @@ def fingerprint(tree: codec.Tree) -> str:
 
 
 def task_id(message: str, sender: str, index: int, action: str) -> str:
-    """The action task that runs *action* for the *index*-th event that the task *sender* sent; the input has no
-    sender."""
+    """The action task that runs *action* for the *index*-th event of the task *sender*, which is "" for the input."""
     return digest(message, sender, index, action)
 
 
 def idempotency_key(job: str, key: bytes, message: str, task: str, name: str, arguments: str, occurrence: int) -> str:
-    """A string that is equal in every attempt of one call, differs for every other call, and is legal in an HTTP
-    header."""
+    """A string that is equal in every attempt of one call and differs for every other call; legal in an HTTP header."""
     return digest(job, key.decode(), message, task, name, arguments, occurrence)
 
 

@@ -22,7 +22,7 @@ No I/O here: records go to the `append` callable, which must keep their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.core.records import CallState, TaskActionState, new_body
@@ -43,13 +43,8 @@ class Call:
     """What the call is made from: None for the action itself, or a task that it started."""
 
 
-@dataclass(slots=True)
-class _Group:
-    calls: list[CallState] = field(default_factory=list)
-
-
 class Journal:
-    """Matching and recording of the calls of one action task."""
+    """Matching and recording of the calls of one action task. *describe* is formatted only for an error."""
 
     def __init__(self, recorded: TaskActionState | None, append: Append, describe: object) -> None:
         self._append = append
@@ -76,8 +71,7 @@ class Journal:
         """Match a call that is about to be made; raises `DivergenceError` before anything executes.
 
         *alone* says whether no other call of this action task is in flight; *concurrent*, whether one may be, as in a
-        task of
-        a group. *describe* of the journal is formatted only for an error.
+        task of a group; *strand*, what makes the call, see `Call`.
         """
         state = self._match(name, arguments, args, kwargs, concurrent)
         if state is not None and state.status is CallStatus.OPEN:
@@ -147,7 +141,7 @@ class Journal:
     def check_complete(self) -> None:
         """At the end of the action: every recorded call was made again. Raises `DivergenceError` otherwise."""
         for group in self._groups:
-            for state in group.calls:
+            for state in group:
                 if state.status is not CallStatus.OPEN:
                     raise DivergenceError(
                         f"{self._describe}: the record has the call {_show(state)}, but the action ended without "
@@ -157,7 +151,7 @@ class Journal:
     @property
     def overlapping(self) -> bool:
         """Whether calls that were in flight together are recorded and not yet made again."""
-        return any(not state.alone for group in self._groups for state in group.calls)
+        return any(not state.alone for group in self._groups for state in group)
 
     def done(self, body: dict[str, Any]) -> None:
         """Record the end of the action; *body* is that of a ``done`` record."""
@@ -183,7 +177,7 @@ class Journal:
         while True:
             if not self._groups:
                 return _take(self._left_open, name, arguments)
-            group = self._groups[0].calls
+            group = self._groups[0]
             found = _take(group, name, arguments) or _take(self._left_open, name, arguments)
             if found is not None:
                 return found
@@ -257,13 +251,12 @@ _REMEDY = (
 )
 
 
-def _group(recorded: TaskActionState | None) -> list[_Group]:
-    groups: list[_Group] = []
-    for number in sorted(recorded.calls) if recorded else ():
-        state = recorded.calls[number]  # type: ignore[union-attr]
+def _group(recorded: TaskActionState | None) -> list[list[CallState]]:
+    groups: list[list[CallState]] = []
+    for _, state in sorted(recorded.calls.items()) if recorded else ():
         if state.alone or not groups:
-            groups.append(_Group())
-        groups[-1].calls.append(state)
+            groups.append([])
+        groups[-1].append(state)
     return groups
 
 

@@ -244,10 +244,7 @@ class ActionTask:
                 f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
                 "ctx.durable_execute_sync(...), or declare the action with async def"
             )
-        callee = describe(function)
-        name = self._name(function, callee, args, kwargs, options)
-        self._made += 1
-        token = self._made
+        callee, name, token = self._prepare(function, args, kwargs, options)
         self._not_awaited[token] = name
         return self._call(function, callee, name, args, kwargs, options, token)
 
@@ -261,20 +258,15 @@ class ActionTask:
                 f"action {self._spec.name!r} is async: write await ctx.durable_execute(...), so that other messages "
                 "can go on"
             )
-        callee = describe(function)
-        name = self._name(function, callee, args, kwargs, options)
-        self._made += 1
-        coroutine = self._call(function, callee, name, args, kwargs, options, self._made)
+        callee, name, token = self._prepare(function, args, kwargs, options)
+        coroutine = self._call(function, callee, name, args, kwargs, options, token)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _name(
-        self,
-        function: Callable[..., Any],
-        callee: Callee,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: CallOptions,
-    ) -> str:
+    def _prepare(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> tuple[Callee, str, int]:
+        """What is called, under which name, and as the how-manieth call of the action; checks all of it."""
+        callee = describe(function)
         name = check_options(function, callee, args, kwargs, options)
         if options.name is None and inspect.ismethod(function):
             owner = self._callee_owners.setdefault(name, function.__self__)
@@ -283,7 +275,8 @@ class ActionTask:
                     f"{name} is called on two objects, {owner!r} and {function.__self__!r}, so one could be given the "
                     'answer that is recorded for the other: give each call a name, as in name="send-invoice"'
                 )
-        return name
+        self._made += 1
+        return callee, name, self._made
 
     def send(self, event: Event) -> None:
         self._check_running()
@@ -438,22 +431,25 @@ class ActionTask:
             raise decoded.with_traceback(error.__traceback__) from decoded.__cause__
         except SystemExit as error:
             # As an outcome it would end every replay; out of a task of the action it would end the event loop.
-            reason = ActionError(
-                f"{self}: the call {call.state.name} raised SystemExit({error.code!r}), which says nothing of its "
-                f"outcome; let it raise an ordinary exception{raised_at(error)}"
-            )
-            reason.__cause__ = error
-            raise _Unrecordable(reason) from error
+            raise self._unrecordable(
+                call,
+                error,
+                f"raised SystemExit({error.code!r}), which says nothing of its outcome; let it raise an ordinary "
+                f"exception{raised_at(error)}",
+            ) from error
         try:
             tree = codec.to_tree(result, root="result")
         except CodecError as error:
-            reason = ActionError(
-                f"{self}: the call {call.state.name} was made, but what it returned cannot be recorded: {error}"
-            )
-            reason.__cause__ = error
-            raise _Unrecordable(reason) from error
+            raise self._unrecordable(
+                call, error, f"was made, but what it returned cannot be recorded: {error}"
+            ) from error
         self._journal.complete(call, tree)
         return codec.from_tree(tree)
+
+    def _unrecordable(self, call: Call, error: BaseException, why: str) -> _Unrecordable:
+        reason = ActionError(f"{self}: the call {call.state.name} {why}")
+        reason.__cause__ = error
+        return _Unrecordable(reason)
 
     async def _invoke(self, call: Call, function: Callable[..., Any], is_async: bool) -> Any:
         """Call *function* with the call's arguments as they are recorded."""

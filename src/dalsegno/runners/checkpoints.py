@@ -49,8 +49,7 @@ class JobIdentity:
 
 @dataclass(frozen=True, slots=True)
 class InboxEntry:
-    """A message that was read and is not finished. *key* is canonical, *tree* its content; *parked* is why, if it
-    is."""
+    """A message that was read and is not finished. *key* is canonical, *tree* its content; *parked* says why."""
 
     ordinal: int
     key: bytes

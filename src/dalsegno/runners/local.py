@@ -113,15 +113,17 @@ class LocalRunner:
         is processed at a time.
 
         Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits the record,
-        `InputError` for
-        a bad record, `RestoreError` when source, sink, store and checkpoints do not fit together, `StoreError` when
-        something could not be made durable. Whatever it raises, running the job again goes on from the last checkpoint.
+        `InputError` for a bad record, `RestoreError` when source, sink, store and checkpoints do not fit together,
+        `StoreError` when something could not be made durable. Whatever it raises, running the job again goes on from
+        the last checkpoint.
         """
         return await self._run(source, sink, key=key, on_bad_input=on_bad_input, on_progress=on_progress, signals=False)
 
     def stop(self) -> None:
-        """Stop the run cleanly: no new call starts, calls in flight end, a last checkpoint is taken. Not
-        thread-safe."""
+        """Stop the run cleanly: no new call starts, calls in flight end, a last checkpoint is taken.
+
+        Not thread-safe.
+        """
         if self._pipeline is not None:
             self._pipeline.report.stopped_by = self._pipeline.report.stopped_by or "stop()"
             self._pipeline.stop()

@@ -10,8 +10,7 @@ memory as checkpoints know it moves on, its inbox entry goes. So whatever `_snap
 consistent, and a checkpoint never covers what a crash could take back.
 
 A stop, a failed action and a full disk all end in the same way: no new call starts, calls in flight end and are
-recorded,
-and, unless the store or the sink failed, a last checkpoint is taken.
+recorded, and, unless the store or the sink failed, a last checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -526,8 +525,8 @@ class Pipeline:
     def _evict(self) -> None:
         """Forget the keys that were idle for longest; their memory is in the checkpoint."""
         surplus = len(self._keys) - _CACHED_KEYS
-        for key, state in list(self._keys.items()):
-            if surplus <= 0:
+        for key, state in list(self._keys.items()) if surplus > 0 else ():
+            if surplus == 0:
                 break
             if not (state.busy or state.queue or state.done or state.parked or state.history or key in self._changed):
                 del self._keys[key]

@@ -43,8 +43,10 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is. *read* and *total* are in the source's unit (bytes of a file, records); *total* may be
-    unknown."""
+    """How far a run is. *read* and *total* are in the source's unit (bytes of a file, records).
+
+    *total* is None if it is not known.
+    """
 
     report: RunReport
     read: int

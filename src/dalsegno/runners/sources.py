@@ -153,8 +153,9 @@ class _FileSource(Source):
     def _read_head(self, lines: FileLines, position: dict[str, Any] | None) -> None:
         """Read what precedes the first record."""
 
+    @abstractmethod
     def _items(self, lines: FileLines, ordinal: int) -> Iterator[SourceItem]:
-        raise NotImplementedError
+        """The records that follow, the first of which has the number *ordinal*."""
 
 
 class _JsonLinesFile(_FileSource):
@@ -309,7 +310,7 @@ class IterableSource(_CountedSource):
     async def open(self, position: dict[str, Any] | None) -> AsyncIterator[SourceItem]:
         records = iter(self._records)
         self._spent = _use(self._spent, one_shot=records is self._records, name=self.describe())
-        return _numbered_at_once(records, self.progress(position), self.describe())
+        return _numbered(_awaitable(records), self.progress(position), self.describe())
 
 
 class AsyncIterableSource(_CountedSource):
@@ -374,10 +375,6 @@ def _columns(header: list[str], name: str) -> list[str]:
 
 def _last(raw: bytes) -> str:
     return digest(raw.strip())
-
-
-def _failed(name: str, ordinal: int, error: Exception) -> InputError:
-    return InputError(f"{name} failed before record {ordinal + 1:,} with {error!r}.")
 
 
 def _too_few(name: str, wanted: int, found: int) -> RestoreError:
@@ -445,24 +442,11 @@ async def _in_daemon_thread(fn: Callable[..., _T], *args: object) -> _T:
     return await future
 
 
-async def _numbered_at_once(records: Iterator[object], skip: int, name: str) -> AsyncIterator[SourceItem]:
-    ordinal = 0
-    while True:
-        if ordinal % _BATCH_ITEMS == 0:
+async def _awaitable(records: Iterator[object]) -> AsyncIterator[object]:
+    for number, value in enumerate(records):
+        if number % _BATCH_ITEMS == 0:
             await asyncio.sleep(0)
-        try:
-            value = next(records)
-        except StopIteration:
-            break
-        except DalSegnoError:
-            raise
-        except Exception as error:
-            raise _failed(name, ordinal, error) from error
-        ordinal += 1
-        if ordinal > skip:
-            yield SourceItem(ordinal - 1, value, {"ordinal": ordinal})
-    if ordinal < skip:
-        raise _too_few(name, skip, ordinal)
+        yield value
 
 
 async def _numbered(records: AsyncIterator[object], skip: int, name: str) -> AsyncIterator[SourceItem]:
@@ -475,7 +459,7 @@ async def _numbered(records: AsyncIterator[object], skip: int, name: str) -> Asy
         except DalSegnoError:
             raise
         except Exception as error:
-            raise _failed(name, ordinal, error) from error
+            raise InputError(f"{name} failed before record {ordinal + 1:,} with {error!r}.") from error
         ordinal += 1
         if ordinal > skip:
             yield SourceItem(ordinal - 1, value, {"ordinal": ordinal})
