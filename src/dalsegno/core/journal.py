@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dalsegno.core.records import CallState, TaskActionState, new_body
+from dalsegno.core.records import CallState, Park, TaskActionState, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import DivergenceError
 
@@ -124,8 +124,11 @@ class Journal:
         """*error* is what the action gets for the failure of *call*."""
         self._raised.append((call.state, error))
 
-    def park(self, reason: str) -> None:
-        self._emit(new_body("parked") | {"reason": reason})
+    def park(self, park: Park) -> None:
+        body = new_body("parked") | {"reason": park.reason, "why": park.why}
+        if park.call is not None:
+            body["call"] = park.call
+        self._emit(body)
 
     def leave_failed(self, failure: BaseException) -> None:
         """*failure* left the action. What made it fail is not final: only that an attempt ended is recorded."""

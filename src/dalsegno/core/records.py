@@ -9,7 +9,7 @@ requested   a call is about to start: its number, name, argument fingerprint, ef
 completed   its outcome, a result or the exception that the action caught
 called      both in one, for a `read` call, which needs no record before it starts
 failed      an attempt raised and the exception left the action; not final
-parked      the message was set aside, with the reason; nothing else changes
+parked      the message was set aside, see `Park`; nothing else changes
 done        the action task is done: its memory updates and output events; ``last`` ends the message
 =========== ===================================================================================================
 
@@ -67,6 +67,19 @@ class CallState:
     """Whether the exception may still have been on its way out of the action when it was recorded."""
 
 
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Why a message is set aside. It stays so until somebody decides about it, or its time has come."""
+
+    reason: str
+    """A sentence for people."""
+    why: str = "in_doubt"
+    """``in_doubt`` a call may or may not have happened; ``waiting`` for a signal; ``failed`` the action raised;
+    ``attempts`` the message was begun too often without coming to an end."""
+    call: int | None = None
+    """The number of the call in doubt, or of the wait."""
+
+
 @dataclass(slots=True)
 class TaskActionState:
     """What is recorded of one action task: the fold of its records."""
@@ -86,7 +99,7 @@ class TaskActionState:
     events: list[Any] = field(default_factory=list)
     done: bool = False
     last: bool = False
-    parked: str | None = None
+    parked: Park | None = None
 
 
 def new_body(kind: str) -> dict[str, Any]:
@@ -197,7 +210,7 @@ def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:
 
 
 def _parked(state: TaskActionState, body: dict[str, Any], where: str) -> None:
-    state.parked = body["reason"]
+    state.parked = Park(body["reason"], body.get("why", "in_doubt"), body.get("call"))
 
 
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:

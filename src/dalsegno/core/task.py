@@ -20,7 +20,7 @@ from dalsegno.core import codec
 from dalsegno.core.callee import Callee, check_options, describe
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import Record, TaskActionState, dump_body, new_body
+from dalsegno.core.records import Park, Record, TaskActionState, dump_body, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
@@ -482,34 +482,40 @@ class ActionTask:
         """The recorded result, if the call happened; None if it did not. Raises `InDoubtError` if nobody can tell."""
         where = f"{self}: the call {call.state.name} was requested before, and whether it happened is not recorded"
         if options.reconcile is None:
-            raise self._parked(
+            raise self._in_doubt(
+                call,
                 f"{where}; it has effect='once' and no reconcile= that could tell whether it happened, so it is not "
-                "made again"
+                "made again",
             )
         try:
             answer = await self._invoke(call, options.reconcile, inspect.iscoroutinefunction(options.reconcile))
         except Exception as error:
-            raise self._parked(
-                f"{where}; its reconcile could not tell, it raised {type(error).__name__}: {error}"
+            raise self._in_doubt(
+                call, f"{where}; its reconcile could not tell, it raised {type(error).__name__}: {error}"
             ) from error
         if isinstance(answer, Happened):
             try:
                 return (codec.to_tree(answer.result, root="result of reconcile"),)
             except CodecError as error:
-                raise self._parked(f"{where}; what its reconcile returned cannot be recorded: {error}") from error
+                raise self._in_doubt(
+                    call, f"{where}; what its reconcile returned cannot be recorded: {error}"
+                ) from error
         if isinstance(answer, DidNotHappen):
             return None
         if isinstance(answer, Unknown):
-            raise self._parked(f"{where}; its reconcile cannot tell{': ' + answer.reason if answer.reason else ''}")
-        raise self._parked(
-            f"{where}; its reconcile returned {answer!r}, which is not Happened(result), DidNotHappen() or Unknown()"
+            raise self._in_doubt(
+                call, f"{where}; its reconcile cannot tell{': ' + answer.reason if answer.reason else ''}"
+            )
+        raise self._in_doubt(
+            call,
+            f"{where}; its reconcile returned {answer!r}, which is not Happened(result), DidNotHappen() or Unknown()",
         )
 
-    def _parked(self, reason: str) -> InDoubtError:
-        reason = reason.encode(errors="backslashreplace").decode()
-        if reason != self._parked_before:
-            self._journal.park(reason)
-        return InDoubtError(reason)
+    def _in_doubt(self, call: Call, reason: str) -> InDoubtError:
+        park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
+        if park != self._parked_before:
+            self._journal.park(park)
+        return InDoubtError(park.reason)
 
     def _replayed(self, call: Call) -> Any:
         if call.state.error is not None:
