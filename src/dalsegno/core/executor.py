@@ -109,7 +109,11 @@ class Executor:
         steps = 0
         try:
             while run.due:
-                await self._step(run, run.due.popleft(), left, header)
+                step = run.due.popleft()
+                task = self._task(run, step, left, header)
+                if task is not None:
+                    await task.run(step.event)
+                    self._commit(run, task, left)
                 header = {}
                 steps += 1
                 if steps % _STEPS_A_TURN == 0:
@@ -128,11 +132,25 @@ class Executor:
                 "was, or give the job a new name to start afresh"
             )
 
-    async def _step(self, run: _Run, step: _Step, left: deque[TaskActionState], header: dict[str, Any]) -> None:
-        """Run or play back one action task. *left* is what is recorded of this one and those after it."""
+    def _task(self, run: _Run, step: _Step, left: deque[TaskActionState], header: dict[str, Any]) -> ActionTask | None:
+        """The action task to run, None if it is done and was played back. *left* is what is recorded from it on."""
         recorded = left.popleft() if left else None
         identity = task_id(run.message.id, step.sender, step.index, step.spec.name)
-        if recorded is not None and recorded.task != identity:
+        if recorded is not None:
+            self._check_expected(run, step, recorded, identity)
+            if recorded.done:
+                self._apply(run, recorded)
+                return None
+        header["action"] = step.spec.name
+        header["event"] = _type_name(step.event)
+        header["sender"] = step.sender
+        header["index"] = step.index
+        return ActionTask(
+            self._environment, self._agent, step.spec, run.message, identity, header, recorded, run.memory, run.sensory
+        )
+
+    def _check_expected(self, run: _Run, step: _Step, recorded: TaskActionState, identity: str) -> None:
+        if recorded.task != identity:
             raise DivergenceError(
                 f"{self._describe(run.message)}: the code no longer fits the record. Expected the recorded action "
                 f"{recorded.action!r} for {recorded.event_type}; found the action {step.spec.name!r} for "
@@ -140,21 +158,10 @@ class Executor:
                 f"with @action(..., name={recorded.action!r}); otherwise put the code back until the messages in "
                 "flight are done"
             )
-        if recorded is not None and recorded.done:
-            self._apply(run, recorded)
-            return
-        header |= {
-            "action": step.spec.name,
-            "event": _type_name(step.event),
-            "sender": step.sender,
-            "index": step.index,
-        }
-        task = ActionTask(
-            self._environment, self._agent, step.spec, run.message, identity, header, recorded, run.memory, run.sensory
-        )
-        await task.run(step.event)
-        self._take(run, identity, task.sent)
-        if not run.due:
+
+    def _commit(self, run: _Run, task: ActionTask, left: deque[TaskActionState]) -> None:
+        self._take(run, task.identity, task.sent)
+        if left and not run.due:
             self._check_all_due(run.message, left)
         run.memory, run.sensory = task.commit(last=not run.due)
 

@@ -22,7 +22,7 @@ The body of a record is JSON, with its format version. A newer version is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,8 +107,7 @@ def new_body(kind: str) -> dict[str, Any]:
     return {"v": FORMAT_VERSION, "kind": kind}
 
 
-def dump_body(body: dict[str, Any]) -> bytes:
-    return orjson.dumps(body)
+dump_body: Callable[[dict[str, Any]], bytes] = orjson.dumps
 
 
 def encode_body(kind: str, fields: dict[str, Any]) -> bytes:

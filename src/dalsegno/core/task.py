@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from dalsegno.core.executor import Message
 
 
+# Looking a member up in its enumeration is slow.
+_NEW, _COMPLETED = CallStatus.NEW, CallStatus.COMPLETED
+
 _CALLS_A_TURN = 32
 """Calls that an action may make in a row, if none of them waits, before others get their turn."""
 _TURNS = 100
@@ -108,6 +111,7 @@ class ActionTask:
     """The task of the event loop that runs an async action itself."""
     _last_sequential = True
     _made = 0
+    _callee_owners: dict[str, object] | None = None
 
     def __init__(
         self,
@@ -122,19 +126,18 @@ class ActionTask:
         sensory: Node,
     ) -> None:
         self._environment = environment
+        self._loop = environment.loop
         self._agent = agent
         self._spec = spec
         self._message = message
-        self._identity = identity
+        self.identity = identity
         self._header: dict[str, Any] | None = None if recorded else header
-        self._parked_before = recorded.parked if recorded else None
+        self._recorded = recorded
         self._journal = Journal(recorded, self._append, self)
         self._memory = memory
         self._sensory_memory = sensory
         self.sent: list[Any] = []
-        self._loop = environment.loop
         self._not_awaited: dict[int, str] = {}
-        self._callee_owners: dict[str, object] = {}
 
     def __str__(self) -> str:
         return f"job {self.job!r}, key {self.key!r}, message {self.message_id!r}, action {self._spec.name!r}"
@@ -159,7 +162,11 @@ class ActionTask:
             raise Stopped
         failure: BaseException | None = None
         try:
-            await self._run_function(event)
+            if self._spec.is_async:
+                self._strand = asyncio.current_task(self._loop)
+                await self._spec.function(self._agent, event, RunnerContext(self))
+            else:
+                await self._run_in_thread(event)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 self._ended = True
@@ -196,14 +203,9 @@ class ActionTask:
         self._journal.done(body)
         return memory, sensory
 
-    async def _run_function(self, event: Event) -> None:
-        context = RunnerContext(self)
-        if self._spec.is_async:
-            self._strand = asyncio.current_task(self._loop)
-            await self._spec.function(self._agent, event, context)
-            return
+    async def _run_in_thread(self, event: Event) -> None:
         returned = await self._environment.run_in_thread(
-            functools.partial(self._spec.function, self._agent, event, context)
+            functools.partial(self._spec.function, self._agent, event, RunnerContext(self))
         )
         if inspect.isawaitable(returned):
             if inspect.iscoroutine(returned):
@@ -269,6 +271,7 @@ class ActionTask:
         callee = describe(function)
         name = check_options(function, callee, args, kwargs, options)
         if options.name is None and inspect.ismethod(function):
+            self._callee_owners = self._callee_owners or {}
             owner = self._callee_owners.setdefault(name, function.__self__)
             if owner is not function.__self__ and owner != function.__self__:
                 raise DefinitionError(
@@ -343,7 +346,7 @@ class ActionTask:
             call = self._begin(name, digest, arguments, keywords)
         except DivergenceError as error:
             call = await self._begin_in_turn(name, digest, arguments, keywords, error)
-        if call.state.status is CallStatus.COMPLETED:
+        if call.state.status is _COMPLETED:
             self._environment.counters.replayed += 1
             return self._replayed(call)
         return await self._perform(call, function, callee, options)
@@ -386,20 +389,22 @@ class ActionTask:
         return call
 
     async def _perform(self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions) -> Any:
-        new = call.state.status is CallStatus.NEW
-        effect = options.effect if new else _stricter(options.effect, call.state.effect)
-        in_doubt = effect == "once" and call.state.status in (CallStatus.OPEN, CallStatus.REQUESTED)
+        """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
         if self._environment.stopping:
             await self._stop_with(Stopped())
+        failure: Exception | None = None
+        verdict: Exception | None = None
         self._in_flight += 1
         try:
-            answer = None
-            if in_doubt or (effect == "once" and call.state.status is CallStatus.FAILED and options.reconcile):
-                settled = await self._reconcile(call, options)
-                if settled is not None:
-                    self._journal.complete(call, settled[0], "reconcile")
-                    return codec.from_tree(settled[0])
-                answer = "did_not_happen"
+            effect, answer = options.effect, None
+            if call.state.status is not _NEW:
+                effect = _stricter(effect, call.state.effect)
+                if effect == "once" and _may_have_happened(call.state.status, options):
+                    settled = await self._reconcile(call, options)
+                    if settled is not None:
+                        self._journal.complete(call, settled[0], "reconcile")
+                        return codec.from_tree(settled[0])
+                    answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
             if effect == "read":
                 self._environment.log.check()
@@ -407,36 +412,33 @@ class ActionTask:
             else:
                 self._journal.request(call, effect, answer)
                 await self._environment.log.barrier()
-            return await self._execute(call, function, callee)
+            self._environment.counters.executed += 1
+            try:
+                return self._returned(call, await self._invoke(call, function, callee.is_async))
+            except Exception as error:
+                failure = self._failed(call, error)
+            except SystemExit as error:
+                # As an outcome it would end every replay; out of a task of the action it would end the event loop.
+                raise self._unrecordable(
+                    call,
+                    error,
+                    f"raised SystemExit({error.code!r}), which says nothing of its outcome; let it raise an ordinary "
+                    f"exception{raised_at(error)}",
+                ) from error
         except (StoreError, InDoubtError) as error:
-            verdict: Exception = error
+            verdict = error
         except _Unrecordable as error:
             verdict = error.reason
         finally:
             self._in_flight -= 1
             if not self._in_flight and self._idle is not None:
                 self._idle.set()
-        return await self._stop_with(verdict)
+        if verdict is not None:
+            await self._stop_with(verdict)
+        assert failure is not None
+        raise failure from failure.__cause__  # here, where nothing is being handled that would become its context
 
-    async def _execute(self, call: Call, function: Callable[..., Any], callee: Callee) -> Any:
-        """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
-        self._environment.counters.executed += 1
-        try:
-            result = await self._invoke(call, function, callee.is_async)
-        except Exception as error:
-            tree = codec.encode_exception(error)
-            self._journal.fail(call, tree)
-            decoded = codec.decode_exception(tree)
-            self._journal.raised(call, decoded)
-            raise decoded.with_traceback(error.__traceback__) from decoded.__cause__
-        except SystemExit as error:
-            # As an outcome it would end every replay; out of a task of the action it would end the event loop.
-            raise self._unrecordable(
-                call,
-                error,
-                f"raised SystemExit({error.code!r}), which says nothing of its outcome; let it raise an ordinary "
-                f"exception{raised_at(error)}",
-            ) from error
+    def _returned(self, call: Call, result: Any) -> Any:
         try:
             tree = codec.to_tree(result, root="result")
         except CodecError as error:
@@ -445,6 +447,13 @@ class ActionTask:
             ) from error
         self._journal.complete(call, tree)
         return codec.from_tree(tree)
+
+    def _failed(self, call: Call, error: Exception) -> Exception:
+        tree = codec.encode_exception(error)
+        self._journal.fail(call, tree)
+        decoded = codec.decode_exception(tree)
+        self._journal.raised(call, decoded)
+        return decoded.with_traceback(error.__traceback__)
 
     def _unrecordable(self, call: Call, error: BaseException, why: str) -> _Unrecordable:
         reason = ActionError(f"{self}: the call {call.state.name} {why}")
@@ -456,7 +465,7 @@ class ActionTask:
         state = call.state
         args = codec.from_tree(state.args)
         kwargs = codec.from_tree(state.kwargs) if state.kwargs else {}
-        token = effects.running.set(functools.partial(self._current_call, call))
+        token = effects.running.set(lambda: self._current_call(call))
         try:
             if is_async:
                 return await function(*args, **kwargs)
@@ -471,7 +480,7 @@ class ActionTask:
             self.job,
             self._message.key_bytes,
             self.message_id,
-            self._identity,
+            self.identity,
             state.name,
             state.arguments,
             call.occurrence,
@@ -513,7 +522,7 @@ class ActionTask:
 
     def _in_doubt(self, call: Call, reason: str) -> InDoubtError:
         park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
-        if park != self._parked_before:
+        if self._recorded is None or park != self._recorded.parked:
             self._journal.park(park)
         return InDoubtError(park.reason)
 
@@ -529,7 +538,7 @@ class ActionTask:
             body["task"] = self._header
             self._header = None
         message = self._message
-        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
+        self._environment.log.append(Record(message.key_bytes, message.id, self.identity, dump_body(body)))
 
 
 def _check_not_nested() -> None:
@@ -546,11 +555,18 @@ def _is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class _Unrecordable(Exception):
+class _Unrecordable(BaseException):
     """Carries the reason past the handlers that are for what the callee raises."""
 
     def __init__(self, reason: DalSegnoError) -> None:
         self.reason = reason
+
+
+def _may_have_happened(status: CallStatus, options: CallOptions) -> bool:
+    """Whether a call with effect ``once`` is in doubt; after a failure only if somebody can tell better."""
+    return status in (CallStatus.OPEN, CallStatus.REQUESTED) or (
+        status is CallStatus.FAILED and options.reconcile is not None
+    )
 
 
 def _stricter(declared: Effect, recorded: str) -> Effect:
