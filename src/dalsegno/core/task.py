@@ -98,6 +98,33 @@ class Environment:
             await asyncio.sleep(0)
 
 
+class _Place:
+    """Where an action task stands: the place of its records, and what errors say of it."""
+
+    __slots__ = ("_action", "_environment", "_header", "_identity", "_message")
+
+    def __init__(
+        self, environment: Environment, message: Message, identity: str, action: str, header: dict[str, Any] | None
+    ) -> None:
+        self._environment = environment
+        self._message = message
+        self._identity = identity
+        self._action = action
+        self._header = header
+
+    def __str__(self) -> str:
+        message = self._message
+        return f"job {self._environment.job!r}, key {message.key!r}, message {message.id!r}, action {self._action!r}"
+
+    def append(self, body: dict[str, Any]) -> None:
+        """Record *body*, with the header if it is the first of the action task."""
+        if self._header is not None:
+            body["task"] = self._header
+            self._header = None
+        message = self._message
+        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
+
+
 class ActionTask:
     """Runs one action for one event. *recorded* is what an earlier process recorded of it."""
 
@@ -131,16 +158,17 @@ class ActionTask:
         self._spec = spec
         self._message = message
         self.identity = identity
-        self._header: dict[str, Any] | None = None if recorded else header
         self._recorded = recorded
-        self._journal = Journal(recorded, self._append, self)
+        # Not this object itself: it would be in a cycle, and so would live until the garbage collector finds it.
+        self._place = _Place(environment, message, identity, spec.name, None if recorded else header)
+        self._journal = Journal(recorded, self._place.append, self._place)
         self._memory = memory
         self._sensory_memory = sensory
         self.sent: list[Any] = []
         self._not_awaited: dict[int, str] = {}
 
     def __str__(self) -> str:
-        return f"job {self.job!r}, key {self.key!r}, message {self.message_id!r}, action {self._spec.name!r}"
+        return str(self._place)
 
     @property
     def job(self) -> str:
@@ -532,13 +560,6 @@ class ActionTask:
             self._journal.raised(call, error)
             raise error from error.__cause__
         return codec.from_tree(call.state.result)
-
-    def _append(self, body: dict[str, Any]) -> None:
-        if self._header is not None:
-            body["task"] = self._header
-            self._header = None
-        message = self._message
-        self._environment.log.append(Record(message.key_bytes, message.id, self.identity, dump_body(body)))
 
 
 def _check_not_nested() -> None:
