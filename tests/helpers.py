@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, RunnerContext, RunReport, action
 from dalsegno.core.records import Record, TaskActionState
-from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
 from dalsegno.stores.memory import MemoryStore
 from dalsegno.stores.sqlite import SqliteStore
 
@@ -84,6 +84,12 @@ class SpyStore(TaskActionStore):
         self.pruned.append(covered)
         self.kept -= report.records
         return report
+
+    async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
+        return await self.inner.decisions(after)
+
+    def inspect(self) -> StoreInspector:
+        return self.inner.inspect()
 
     async def close(self) -> None:
         await self.inner.close()

@@ -22,7 +22,7 @@ The body of a record is JSON, with its format version. A newer version is refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,6 +100,8 @@ class TaskActionState:
     done: bool = False
     last: bool = False
     parked: Park | None = None
+    failures: int = 0
+    """How often the message was parked because this action failed, or did not come to an end."""
 
 
 def new_body(kind: str) -> dict[str, Any]:
@@ -210,6 +212,7 @@ def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:
 
 def _parked(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.parked = Park(body["reason"], body.get("why", "in_doubt"), body.get("call"))
+    state.failures += state.parked.why in ("failed", "attempts")
 
 
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
@@ -227,8 +230,3 @@ _KINDS = {
     "parked": _parked,
     "done": _done,
 }
-
-
-def uncovered(records: Sequence[Record], covered: set[tuple[bytes, str]]) -> list[Record]:
-    """*records* without those of the covered messages."""
-    return [record for record in records if (record.key, record.message) not in covered]

@@ -26,8 +26,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from dalsegno.core.records import Record, TaskActionState
 from dalsegno.errors import OwnershipError, StoreError
-from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
 from dalsegno.stores.sqlite_file import JobFile
+from dalsegno.stores.sqlite_inspector import SqliteInspector
 
 PRUNE_CHUNK = 500
 """Messages that are pruned in one transaction; other writes go in between."""
@@ -100,6 +101,13 @@ class SqliteStore(TaskActionStore):
             chunk = covered.messages[start : start + PRUNE_CHUNK]
             removed += await _run(writer, file.delete, chunk, covered.checkpoint)
         return PruneReport(removed)
+
+    async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
+        file, _, reader = self._opened()
+        return await _run(reader, file.decisions, after)
+
+    def inspect(self) -> StoreInspector:
+        return SqliteInspector(self.path)
 
     async def close(self) -> None:
         if self._open is None:
