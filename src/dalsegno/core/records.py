@@ -9,7 +9,8 @@ requested   a call is about to start: its number, name, argument fingerprint, ef
 completed   its outcome, a result or the exception that the action caught
 called      both in one, for a `read` call, which needs no record before it starts
 failed      an attempt raised and the exception left the action; not final
-parked      the message was set aside, see `Park`; nothing else changes
+parked      the message is set aside, see `Park`, until anything else is recorded
+begun       after a crash: the message is begun once more, for the how-manieth time
 done        the action task is done: its memory updates and output events; ``last`` ends the message
 =========== ===================================================================================================
 
@@ -100,6 +101,8 @@ class TaskActionState:
     done: bool = False
     last: bool = False
     parked: Park | None = None
+    begun: int = 0
+    """How often the message was begun after a crash, as far as that was recorded."""
     failures: int = 0
     """How often the message was parked because this action failed, or did not come to an end."""
 
@@ -155,6 +158,7 @@ def _apply(state: TaskActionState, record: Record) -> None:
             raise RecordError(f"{where}: a {body['kind']!r} record follows the end of its action task")
         for number, name, arguments, alone in body.get("open", ()):
             _call(state, "open", {"call": number, "name": name, "args_digest": arguments, "alone": alone}, where)
+        state.parked = None
         _KINDS[body["kind"]](state, body, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(
@@ -215,8 +219,12 @@ def _parked(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.failures += state.parked.why in ("failed", "attempts")
 
 
+def _begun(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    state.begun = body["attempt"]
+
+
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
-    state.done, state.last, state.parked = True, body.get("last", False), None
+    state.done, state.last = True, body.get("last", False)
     state.short_term = body.get("memory", [])
     state.sensory = body.get("sensory", [])
     state.events = body.get("events", [])
@@ -228,5 +236,6 @@ _KINDS = {
     "called": _outcome,
     "failed": _outcome,
     "parked": _parked,
+    "begun": _begun,
     "done": _done,
 }

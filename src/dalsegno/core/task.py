@@ -11,16 +11,17 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dalsegno import effects
-from dalsegno.agent import ActionSpec, Agent
+from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
-from dalsegno.core import codec
+from dalsegno.core import codec, decisions
 from dalsegno.core.callee import Callee, check_options, describe
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import Park, Record, TaskActionState, dump_body, new_body
+from dalsegno.core.records import CallState, Park, Record, TaskActionState, dump_body, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
@@ -59,6 +60,10 @@ class Stopped(Exception):
     """The runner is stopping: the action was left at the boundary of a call and is replayed after the restart."""
 
 
+class SetAside(Exception):
+    """The message cannot go on now; the `park` of the action task says why."""
+
+
 class Log(Protocol):
     """What an action task needs of the group commit."""
 
@@ -87,6 +92,9 @@ class Environment:
     """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
     counters: Counters = field(default_factory=Counters)
     stopping: bool = False
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
+    """What people decided, by key and id of the message: the body of each decision by its target."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
@@ -131,6 +139,10 @@ class ActionTask:
     _short_term: MemoryTransaction | None = None
     _sensory: MemoryTransaction | None = None
     _verdict: Exception | None = None
+    park: Park | None = None
+    """Why the message has to be set aside, once that is known."""
+    until: datetime | None = None
+    """When it is to be taken up again, if nobody decides before."""
     _ended = False
     _in_flight = 0
     _idle: asyncio.Event | None = None
@@ -203,6 +215,8 @@ class ActionTask:
         self._ended = True  # what still runs beside it may end its call, but starts none
         if self._in_flight:
             await self._settle()
+        if self.park is not None:
+            self.set_aside(self.park)
         if self._verdict is not None:
             raise self._verdict
         if failure is not None:
@@ -215,6 +229,17 @@ class ActionTask:
                 )
             )
         self._journal.check_complete()
+
+    def set_aside(self, park: Park) -> None:
+        """Record that the message is set aside, unless the record says so already."""
+        self.park = park
+        if self._recorded is None or park != self._recorded.parked:
+            self._journal.park(park)
+
+    async def begin(self, attempt: int) -> None:
+        """Record, durably, that the message is begun once more after a crash, for the *attempt*-th time."""
+        self._journal.begun(attempt)
+        await self._environment.log.barrier()
 
     def commit(self, *, last: bool) -> tuple[Node, Node]:
         """Record that the action is done, *last* of its message; returns the message's two memories from now on."""
@@ -370,14 +395,51 @@ class ActionTask:
             await self._stop_with(self._verdict)
         self._check_running()
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
-        try:
-            call = self._begin(name, digest, arguments, keywords)
-        except DivergenceError as error:
-            call = await self._begin_in_turn(name, digest, arguments, keywords, error)
+        call = await self._match(name, digest, arguments, keywords)
         if call.state.status is _COMPLETED:
             self._environment.counters.replayed += 1
             return self._replayed(call)
         return await self._perform(call, function, callee, options)
+
+    async def wait_for(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if not self._spec.is_async:
+            raise DefinitionError(
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
+                "to wait for a signal"
+            )
+        check_name(name, "the name of the signal in ctx.wait_for(...)")
+        seconds = _seconds(limit)
+        arguments, keywords, digest = _encode_arguments(WAIT, (name,), {})
+        call = await self._match(WAIT, digest, arguments, keywords)
+        state = call.state
+        if state.status is _COMPLETED:
+            self._environment.counters.replayed += 1
+            return self._replayed(call)
+        if state.status is _NEW:
+            if seconds is not None:
+                until = self._environment.clock() + timedelta(seconds=seconds)
+                state.kwargs = {"until": until.isoformat(timespec="milliseconds")}
+            self._journal.request(call, "idempotent")
+        decided = self._decision(decisions.signal_target(self.identity, state.number))
+        if isinstance(decided, decisions.Signalled):
+            self._environment.counters.executed += 1
+            self._journal.complete(call, decided.value, "signal")
+            return codec.from_tree(decided.value)
+        self.until = wait_limit(state)
+        if self.until is not None and self.until <= self._environment.clock():
+            self._environment.counters.executed += 1
+            failure = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            raise failure
+        self.park = Park(f"{self}: waits for the signal {name!r}", "waiting", state.number)
+        return await self._stop_with(SetAside())
+
+    async def _match(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
+        try:
+            return self._begin(name, digest, arguments, keywords)
+        except DivergenceError as error:
+            return await self._begin_in_turn(name, digest, arguments, keywords, error)
 
     async def _begin_in_turn(
         self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], divergence: DivergenceError
@@ -430,7 +492,7 @@ class ActionTask:
                 if effect == "once" and _may_have_happened(call.state.status, options):
                     settled = await self._reconcile(call, options)
                     if settled is not None:
-                        self._journal.complete(call, settled[0], "reconcile")
+                        self._journal.complete(call, *settled)
                         return codec.from_tree(settled[0])
                     answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
@@ -515,9 +577,16 @@ class ActionTask:
         )
         return CurrentCall(self.job, state.name, state.attempt, key)
 
-    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any] | None:
-        """The recorded result, if the call happened; None if it did not. Raises `InDoubtError` if nobody can tell."""
-        where = f"{self}: the call {call.state.name} was requested before, and whether it happened is not recorded"
+    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any, str] | None:
+        """What a call that happened returned, and who says so; None if it did not happen.
+
+        Raises `InDoubtError` if nobody can tell.
+        """
+        state = call.state
+        decided = self._decision(decisions.resolve_target(self.identity, state.number, state.attempt))
+        if isinstance(decided, decisions.Resolved):
+            return (decided.result, "resolve") if decided.happened else None
+        where = f"{self}: the call {state.name} was requested before, and whether it happened is not recorded"
         if options.reconcile is None:
             raise self._in_doubt(
                 call,
@@ -532,7 +601,7 @@ class ActionTask:
             ) from error
         if isinstance(answer, Happened):
             try:
-                return (codec.to_tree(answer.result, root="result of reconcile"),)
+                return codec.to_tree(answer.result, root="result of reconcile"), "reconcile"
             except CodecError as error:
                 raise self._in_doubt(
                     call, f"{where}; what its reconcile returned cannot be recorded: {error}"
@@ -549,10 +618,14 @@ class ActionTask:
         )
 
     def _in_doubt(self, call: Call, reason: str) -> InDoubtError:
-        park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
-        if self._recorded is None or park != self._recorded.parked:
-            self._journal.park(park)
-        return InDoubtError(park.reason)
+        self.park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
+        return InDoubtError(self.park.reason)
+
+    def _decision(self, target: str) -> decisions.Answer | None:
+        """What somebody decided about *target*."""
+        made = self._environment.decisions.get((self._message.key_bytes, self.message_id))
+        body = made.get(target) if made else None
+        return decisions.load(target, body) if body is not None else None
 
     def _replayed(self, call: Call) -> Any:
         if call.state.error is not None:
@@ -560,6 +633,31 @@ class ActionTask:
             self._journal.raised(call, error)
             raise error from error.__cause__
         return codec.from_tree(call.state.result)
+
+
+WAIT = "dalsegno.wait_for"
+"""The name of the call that waits for a signal; its argument is the name of the signal."""
+
+
+def wait_limit(state: CallState) -> datetime | None:
+    """When a call that waits for a signal gives up."""
+    until = state.kwargs.get("until")
+    return datetime.fromisoformat(until) if until is not None else None
+
+
+def _seconds(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < _LONGEST:
+        raise DefinitionError(
+            f"ctx.wait_for(..., timeout={timeout!r}): give a number of seconds from 0 on or a timedelta, of less than "
+            "a hundred years, or leave it out to wait without a limit"
+        )
+    return float(seconds)
+
+
+_LONGEST = 100 * 365 * 86_400
 
 
 def _check_not_nested() -> None:

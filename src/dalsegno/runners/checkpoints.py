@@ -161,12 +161,13 @@ class CheckpointFile:
         for key, tree in rows:
             yield key, _node(tree)
 
-    def inbox(self, after: int, limit: int) -> Sequence[InboxEntry]:
-        """Up to *limit* unfinished messages with an ordinal greater than *after*, in order."""
+    def inbox(self, after: int, limit: int, key: bytes | None = None) -> Sequence[InboxEntry]:
+        """Up to *limit* unfinished messages, of *key* if that is given, with an ordinal beyond *after*, in order."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT ordinal, key, content, parked FROM inbox WHERE ordinal > ? ORDER BY ordinal LIMIT ?",
-                (after, limit),
+                "SELECT ordinal, key, content, parked FROM inbox WHERE ordinal > ?1 AND (?3 IS NULL OR key = ?3)"
+                " ORDER BY ordinal LIMIT ?2",
+                (after, limit, key),
             )
             return [InboxEntry(ordinal, key, codec.loads(content), parked) for ordinal, key, content, parked in rows]
 
@@ -174,6 +175,18 @@ class CheckpointFile:
         """Whether the message *ordinal* was unfinished at the last completed checkpoint."""
         with self._reading() as connection:
             return connection.execute("SELECT 1 FROM inbox WHERE ordinal = ?", (ordinal,)).fetchone() is not None
+
+    def begin_run(self) -> bool:
+        """Note that a run begins; whether the last one that was noted did not come to `end_run`."""
+        with self._lock, self._errors():
+            connection = self._open(self._writer)
+            # Not in the schema: files that have no such table are fine as they are.
+            connection.execute("CREATE TABLE IF NOT EXISTS running (one INTEGER PRIMARY KEY)")
+            return connection.execute("INSERT OR IGNORE INTO running VALUES (1)").rowcount == 0
+
+    def end_run(self) -> None:
+        with self._lock, self._errors():
+            self._open(self._writer).execute("DELETE FROM running")
 
     def bad_input(self) -> Sequence[BadRecord]:
         """The input records that were set aside."""
