@@ -17,17 +17,19 @@ The first record of an action task also carries its header ``task``: the action,
 for the input event the fingerprint of the message's content. Any record may carry ``open``: calls that were in flight
 when it was written and have no record of their own yet.
 
-The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing.
+The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing. Where it
+is stored in another form, encrypted for one, an `OpenBody` gives the JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
 
+from dalsegno.cipher import is_sealed, needs_cipher
 from dalsegno.core.transitions import CallStatus, advance
 from dalsegno.errors import RecordError
 
@@ -45,6 +47,10 @@ class Record(NamedTuple):
     message: str
     task: str
     body: bytes
+
+
+OpenBody = Callable[[Record, str], bytes]
+"""Gives the JSON of a record's body; raises `RecordError` if it cannot. The text is what messages call the record."""
 
 
 @dataclass(slots=True)
@@ -115,10 +121,11 @@ def encode_body(kind: str, fields: dict[str, Any]) -> bytes:
     return dump_body(new_body(kind) | fields)
 
 
-def fold(records: Iterable[Record]) -> list[TaskActionState]:
+def fold(records: Iterable[Record], open_body: OpenBody | None = None) -> list[TaskActionState]:
     """The states of the action tasks of *records*, in the order of their first record.
 
-    Raises `RecordError` for a record that is damaged, too new, or does not fit what is recorded before it.
+    *open_body* gives the JSON of each body, where that is not what is stored. Raises `RecordError` for a record that is
+    damaged, too new, or does not fit what is recorded before it.
     """
     states: dict[tuple[bytes, str, str], TaskActionState] = {}
     for record in records:
@@ -126,7 +133,7 @@ def fold(records: Iterable[Record]) -> list[TaskActionState]:
         state = states.get(identity)
         if state is None:
             state = states[identity] = TaskActionState(*identity)
-        _apply(state, record)
+        _apply(state, record, open_body)
     return list(states.values())
 
 
@@ -138,11 +145,11 @@ def by_message(states: Iterable[TaskActionState]) -> dict[str, list[TaskActionSt
     return messages
 
 
-def _apply(state: TaskActionState, record: Record) -> None:
+def _apply(state: TaskActionState, record: Record, open_body: OpenBody | None) -> None:
     where = (
         f"record of key {record.key.decode(errors='replace')}, message {record.message!r}, action task {record.task!r}"
     )
-    body = _load(record, where)
+    body = _load(record, where, open_body)
     try:
         if "task" in body:
             _header(state, body["task"])
@@ -161,10 +168,13 @@ def _apply(state: TaskActionState, record: Record) -> None:
         ) from error
 
 
-def _load(record: Record, where: str) -> dict[str, Any]:
+def _load(record: Record, where: str, open_body: OpenBody | None) -> dict[str, Any]:
+    # Messages show the body as it is stored: what is encrypted there stays so.
     try:
-        body: Any = orjson.loads(record.body)
+        body: Any = orjson.loads(record.body if open_body is None else open_body(record, where))
     except orjson.JSONDecodeError as error:
+        if open_body is None and is_sealed(record.body):
+            raise needs_cipher(where) from None
         raise RecordError(f"{where} is damaged, it is not JSON ({error}): {record.body[:200]!r}") from error
     version = body.get("v") if isinstance(body, dict) else None
     if not isinstance(body, dict) or not isinstance(version, int):

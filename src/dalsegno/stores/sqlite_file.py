@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dalsegno.core.records import Record, TaskActionState, fold
+from dalsegno.core.records import OpenBody, Record, TaskActionState, fold
 from dalsegno.errors import FencedError, OwnershipError, RecordError, StoreError
 
 APPLICATION_ID = 0x44534753
@@ -141,7 +141,7 @@ class JobFile:
         ).fetchone()
         return [numbered[int(number)] for number in numbers.split(",")] if numbers else []
 
-    def states(self, key: bytes, task: str | None = None) -> list[TaskActionState]:
+    def states(self, key: bytes, task: str | None, open_body: OpenBody | None) -> list[TaskActionState]:
         """The states of all action tasks of *key*, or of one."""
         statement, values = "SELECT n, message, task, body FROM records WHERE job = ? AND key = ?", [self._id, key]
         if task is not None:
@@ -150,7 +150,8 @@ class JobFile:
             rows = self._reader.execute(statement, values).fetchall()
         # Sorted here: SQLite would copy the bodies, into a file when they are large.
         rows.sort(key=itemgetter(0))
-        return fold(Record(key, _string(message), _string(task), body) for _, message, task, body in rows)
+        records = (Record(key, _string(message), _string(task), body) for _, message, task, body in rows)
+        return fold(records, open_body)
 
     def check_place(self) -> None:
         """Raise `StoreError` if the file is no longer where it was: SQLite would go on writing to what nobody finds."""
