@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -34,7 +33,10 @@ class Client(BaseModel):
     api_key: str
 
 
-Pair = register(namedtuple("Pair", "user token"))
+@register
+class Pair(NamedTuple):
+    user: str
+    token: str
 
 
 class Refused(Exception):

@@ -1,8 +1,8 @@
 """Redaction: what is shown of a recorded value without the secrets in it. Pure; what is stored stays as it is.
 
 A value is hidden for its *name*: the key of a dict, the field of an object, the first item of a pair or the ``name``
-beside a ``value``, as in HTTP headers, or any name on the path of a memory update. Names are compared by their words, so
-``api_key`` also finds ``apiKey``, ``X-Api-Key`` and ``OPENAI_API_KEY``, and ``token`` finds ``access_token``, not
+beside a ``value``, as in HTTP headers, or any name on the path of a memory update. Names are compared by their words,
+so ``api_key`` also finds ``apiKey``, ``X-Api-Key`` and ``OPENAI_API_KEY``, and ``token`` finds ``access_token``, not
 ``max_tokens``.
 
 What has no name is shown: a positional argument, or a secret in the middle of a text. To keep secrets from the files
@@ -18,8 +18,6 @@ import json
 import re
 from collections.abc import Iterable
 from typing import Any
-
-from dalsegno.core.codec import Tree
 
 MARK = "[redacted]"
 
@@ -50,7 +48,7 @@ class Redactor:
         words = f" {_words(name)} "
         return any(part in words for part in self._names) or any(p.search(name) for p in self._patterns)
 
-    def redact(self, tree: Tree) -> Tree:
+    def redact(self, tree: Any) -> Any:
         """A copy of *tree* in which each value under a sensitive name is `MARK`.
 
         Takes trees of the codec, alone or nested in lists and dicts, as a record's body is.
@@ -61,7 +59,7 @@ class Redactor:
             return self._redact_list(tree)
         return tree
 
-    def _redact_dict(self, tree: dict[str, Any]) -> Tree:
+    def _redact_dict(self, tree: dict[str, Any]) -> Any:
         kind = tree.get("$")
         if kind == "dict" and isinstance(tree.get("v"), dict):
             return {**tree, "v": {k: self._value(_loaded(k), value) for k, value in tree["v"].items()}}
@@ -72,10 +70,10 @@ class Redactor:
             redacted["value"] = MARK
         return redacted
 
-    def _value(self, name: Any, value: Tree) -> Tree:
+    def _value(self, name: Any, value: Any) -> Any:
         return MARK if self._names_secret(name) else self.redact(value)
 
-    def _redact_list(self, tree: list[Any]) -> Tree:
+    def _redact_list(self, tree: list[Any]) -> Any:
         if len(tree) == 2 and self._names_secret(tree[0]):
             return [tree[0], MARK]
         return [self.redact(item) for item in tree]
@@ -86,7 +84,7 @@ class Redactor:
         return isinstance(tree, str) and self.is_sensitive(tree)
 
 
-def redact_tree(tree: Tree, names: Iterable[str | re.Pattern[str]] = ()) -> Tree:
+def redact_tree(tree: Any, names: Iterable[str | re.Pattern[str]] = ()) -> Any:
     """*tree* with the values under sensitive names hidden; *names* are added to `SENSITIVE_NAMES`."""
     return Redactor(names).redact(tree)
 
