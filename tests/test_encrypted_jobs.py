@@ -212,6 +212,18 @@ def test_a_replay_gives_the_same_values(world: World, tools: Tools, result: Any)
     assert dict(runner.memories()) == {None: {"answer": result}}
 
 
+def test_a_job_in_memory_goes_on_encrypted_in_the_same_process(tools: Tools) -> None:
+    async def body(value: Any, ctx: RunnerContext) -> None:
+        ctx.short_term_memory.set("n", ctx.short_term_memory.get("n", 0) + 1)
+        await ctx.durable_execute(tools.call, value)
+
+    runner = LocalRunner(Scripted(body), job="job", store="memory://", cipher=CIPHER)
+    assert run(runner, [1, 2]).messages == 2
+    assert run(runner, [1, 2, 3]).messages == 1
+    assert dict(runner.memories()) == {None: {"n": 3}}
+    assert tools.made == [1, 2, 3]
+
+
 ODD_KEYS = ["", "\0", "a%", "é", "\ud800", "k" * 5000, 1, "1", True, 1.5, None, ("a", 1), b"\xff", 2**70]
 
 

@@ -66,7 +66,7 @@ def place(*parts: str | bytes) -> bytes:
 
 
 def is_sealed(payload: object) -> bool:
-    """Whether *payload* is, or once was, a sealed one."""
+    """Whether *payload* begins as a sealed one does."""
     return isinstance(payload, bytes) and payload.startswith(SEALED)
 
 

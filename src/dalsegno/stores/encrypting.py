@@ -76,7 +76,8 @@ class EncryptingStore(TaskActionStore):
             self.inner.read_through(None)
 
     def _sealed(self, record: Record) -> Record:
-        return record._replace(body=seal(self._cipher, record.body, self._place(record)))
+        body = seal(self._cipher, record.body, self._place(record))
+        return Record(record.key, record.message, record.task, body)
 
     def _open_body(self, record: Record, where: str) -> bytes:
         body = unseal(self._cipher, record.body, self._place(record), where)
