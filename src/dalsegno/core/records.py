@@ -18,7 +18,8 @@ The first record of an action task also carries its header ``task``: the action,
 for the input event the fingerprint of the message's content. Any record may carry ``open``: calls that were in flight
 when it was written and have no record of their own yet.
 
-The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing.
+The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing. Where it
+is stored in another form, encrypted for one, an `OpenBody` gives the JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from dalsegno.cipher import is_sealed, needs_cipher
 from dalsegno.core.transitions import CallStatus, advance
 from dalsegno.errors import RecordError
 
@@ -46,6 +48,10 @@ class Record(NamedTuple):
     message: str
     task: str
     body: bytes
+
+
+OpenBody = Callable[[Record, str], bytes]
+"""Gives the JSON of a record's body; raises `RecordError` if it cannot. The text is what messages call the record."""
 
 
 @dataclass(slots=True)
@@ -79,6 +85,10 @@ class Park:
     ``attempts`` the message was begun too often without coming to an end."""
     call: int | None = None
     """The number of the call in doubt, or of the wait."""
+
+
+COUNTED = ("failed", "attempts")
+"""Why a message is parked until it is retried; each time is another question."""
 
 
 @dataclass(slots=True)
@@ -119,10 +129,11 @@ def encode_body(kind: str, fields: dict[str, Any]) -> bytes:
     return dump_body(new_body(kind) | fields)
 
 
-def fold(records: Iterable[Record]) -> list[TaskActionState]:
+def fold(records: Iterable[Record], open_body: OpenBody | None = None) -> list[TaskActionState]:
     """The states of the action tasks of *records*, in the order of their first record.
 
-    Raises `RecordError` for a record that is damaged, too new, or does not fit what is recorded before it.
+    *open_body* gives the JSON of each body, where that is not what is stored. Raises `RecordError` for a record that is
+    damaged, too new, or does not fit what is recorded before it.
     """
     states: dict[tuple[bytes, str, str], TaskActionState] = {}
     for record in records:
@@ -130,7 +141,7 @@ def fold(records: Iterable[Record]) -> list[TaskActionState]:
         state = states.get(identity)
         if state is None:
             state = states[identity] = TaskActionState(*identity)
-        _apply(state, record)
+        _apply(state, record, open_body)
     return list(states.values())
 
 
@@ -142,11 +153,11 @@ def by_message(states: Iterable[TaskActionState]) -> dict[str, list[TaskActionSt
     return messages
 
 
-def _apply(state: TaskActionState, record: Record) -> None:
+def _apply(state: TaskActionState, record: Record, open_body: OpenBody | None) -> None:
     where = (
         f"record of key {record.key.decode(errors='replace')}, message {record.message!r}, action task {record.task!r}"
     )
-    body = _load(record, where)
+    body = _load(record, where, open_body)
     try:
         if "task" in body:
             _header(state, body["task"])
@@ -166,10 +177,13 @@ def _apply(state: TaskActionState, record: Record) -> None:
         ) from error
 
 
-def _load(record: Record, where: str) -> dict[str, Any]:
+def _load(record: Record, where: str, open_body: OpenBody | None) -> dict[str, Any]:
+    # Messages show the body as it is stored: what is encrypted there stays so.
     try:
-        body: Any = orjson.loads(record.body)
+        body: Any = orjson.loads(record.body if open_body is None else open_body(record, where))
     except orjson.JSONDecodeError as error:
+        if open_body is None and is_sealed(record.body):
+            raise needs_cipher(where) from None
         raise RecordError(f"{where} is damaged, it is not JSON ({error}): {record.body[:200]!r}") from error
     version = body.get("v") if isinstance(body, dict) else None
     if not isinstance(body, dict) or not isinstance(version, int):
@@ -216,7 +230,7 @@ def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:
 
 def _parked(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.parked = Park(body["reason"], body.get("why", "in_doubt"), body.get("call"))
-    state.failures += state.parked.why in ("failed", "attempts")
+    state.failures += state.parked.why in COUNTED
 
 
 def _begun(state: TaskActionState, body: dict[str, Any], where: str) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dalsegno import effects
@@ -21,7 +21,7 @@ from dalsegno.core import codec, decisions
 from dalsegno.core.callee import Callee, check_options, describe
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import CallState, Park, Record, TaskActionState, dump_body, new_body
+from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, dump_body, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
@@ -90,9 +90,10 @@ class Environment:
     log: Log
     run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
     """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
+    clock: Callable[[], datetime]
+    """The present time, with its zone."""
     counters: Counters = field(default_factory=Counters)
     stopping: bool = False
-    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
     """What people decided, by key and id of the message: the body of each decision by its target."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -109,7 +110,7 @@ class Environment:
 class _Place:
     """Where an action task stands: the place of its records, and what errors say of it."""
 
-    __slots__ = ("_action", "_environment", "_header", "_identity", "_message")
+    __slots__ = ("_action", "_environment", "_header", "_identity", "_message", "written")
 
     def __init__(
         self, environment: Environment, message: Message, identity: str, action: str, header: dict[str, Any] | None
@@ -119,6 +120,7 @@ class _Place:
         self._identity = identity
         self._action = action
         self._header = header
+        self.written = False
 
     def __str__(self) -> str:
         message = self._message
@@ -129,6 +131,7 @@ class _Place:
         if self._header is not None:
             body["task"] = self._header
             self._header = None
+        self.written = True
         message = self._message
         self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
 
@@ -231,9 +234,10 @@ class ActionTask:
         self._journal.check_complete()
 
     def set_aside(self, park: Park) -> None:
-        """Record that the message is set aside, unless the record says so already."""
+        """Record that the message is set aside, unless that is already the last thing that the record says."""
         self.park = park
-        if self._recorded is None or park != self._recorded.parked:
+        known = self._recorded.parked if self._recorded is not None and not self._place.written else None
+        if park != known or park.why in COUNTED:
             self._journal.park(park)
 
     async def begin(self, attempt: int) -> None:

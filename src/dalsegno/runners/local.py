@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import gc
 import math
 import os
@@ -22,11 +23,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from dalsegno.agent import Agent, check_agent
+from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.identity import digest
@@ -40,6 +43,7 @@ from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
 Key = str | Callable[[Any], Any] | None
@@ -52,12 +56,13 @@ class LocalRunner:
     *store* is a URL or a store; unless given, ``.dalsegno/<job>.db`` below the present directory. *checkpoints* is the
     file that holds the job's checkpoints; unless given, it lies beside an SQLite store, or in memory with a store
     that is in memory. *max_in_flight* bounds the messages that are processed at a time, *checkpoint_interval* is in
-    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company.
+    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company. With a *cipher* all
+    payloads in the store and the checkpoints are encrypted; a job has the same one, or none, in all of its runs.
 
-    *on_failure* says what becomes of a message whose action raises: ``"stop"`` ends the run with the error, and the next
-    run tries the message again; ``"park"`` sets the message aside until it is retried. *max_attempts* parks a message
-    during which the process was killed that many times, so that one that kills the process does not do so for ever;
-    unless given, there is no limit.
+    *on_failure* says what becomes of a message whose action raises: ``"stop"`` ends the run with the error, and the
+    next run tries the message again; ``"park"`` sets the message aside until it is retried. *max_attempts*, 3 or
+    more, parks a message during which the process was killed that many times, the last of them while nothing else ran,
+    so that one that kills the process does not do so for ever; unless given, there is no limit.
 
     Raises `DefinitionError` for a wrong agent or option.
     """
@@ -74,17 +79,20 @@ class LocalRunner:
         linger: float = 0.002,
         on_failure: OnFailure = "stop",
         max_attempts: int | None = None,
+        cipher: PayloadCipher | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
         _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts)
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
-        self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints))
+        self._cipher = _checked_cipher(cipher, self._store)
+        self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints), cipher)
         self._max_in_flight = max_in_flight
         self._interval = checkpoint_interval
         self._linger = linger
         self._park_failures = on_failure == "park"
         self._max_attempts = max_attempts
+        self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
         self._pipeline: Pipeline | None = None
 
     def run(
@@ -127,8 +135,8 @@ class LocalRunner:
 
         Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits the record,
         `InputError` for a bad record, `RestoreError` when source, sink, store and checkpoints do not fit together,
-        `StoreError` when something could not be made durable. Whatever it raises, running the job again goes on from
-        the last checkpoint.
+        `RecordError` when what is recorded cannot be read, for want of the right cipher for one, `StoreError` when
+        something could not be made durable. Whatever it raises, running the job again goes on from the last checkpoint.
         """
         return await self._run(
             source, sink, key=key, on_bad_input=on_bad_input, wait=wait, on_progress=on_progress, signals=False
@@ -171,14 +179,15 @@ class LocalRunner:
         # Each message may hold one thread with a plain action, which waits for a call that needs another one.
         pool = ThreadPoolExecutor(2 * self._max_in_flight, "dalsegno-call")
         try:
-            log = GroupCommit(self._store.put, linger=self._linger)
-            environment = Environment(self.job, log, _in_pool(pool))
+            store = self._store if self._cipher is None else EncryptingStore(self._store, self._cipher)
+            log = GroupCommit(store.put, linger=self._linger)
+            environment = Environment(self.job, log, _in_pool(pool), self._clock)
             self._pipeline = Pipeline(
                 agent=self.agent,
                 environment=environment,
                 log=log,
                 job=self.job,
-                store=self._store,
+                store=store,
                 checkpoints=self._checkpoints,
                 source=opened,
                 sink=open_sink(sink),
@@ -239,14 +248,28 @@ def _check_options(
 ) -> None:
     if on_failure not in ("stop", "park"):
         raise DefinitionError(f"on_failure={on_failure!r} is not one of 'stop', 'park'")
-    if max_attempts is not None and not (type(max_attempts) is int and max_attempts >= 1):
-        raise DefinitionError(f"max_attempts={max_attempts!r}: give a whole number from 1 on, or None for no limit")
+    if max_attempts is not None and not (type(max_attempts) is int and max_attempts >= 3):
+        raise DefinitionError(
+            f"max_attempts={max_attempts!r}: give a whole number from 3 on, or None for no limit; twice a message runs "
+            "beside others, so only the third time, alone, tells which one kills the process"
+        )
     if not (isinstance(max_in_flight, int) and max_in_flight >= 1):
         raise DefinitionError(f"max_in_flight={max_in_flight!r}: at least 1 message must be in flight, a whole number")
     if not (isinstance(checkpoint_interval, (int, float)) and 0 < checkpoint_interval < math.inf):
         raise DefinitionError(f"checkpoint_interval={checkpoint_interval!r}: give a positive number of seconds")
     if not (isinstance(linger, (int, float)) and 0 <= linger < math.inf):
         raise DefinitionError(f"linger={linger!r}: give a number of seconds, 0 or more")
+
+
+def _checked_cipher(cipher: object, store: TaskActionStore) -> PayloadCipher | None:
+    if isinstance(store, EncryptingStore):
+        raise DefinitionError(
+            "the store is an EncryptingStore, which leaves the checkpoints in clear: give the runner the store that it "
+            "wraps, and cipher=, which encrypts both"
+        )
+    if not (cipher is None or isinstance(cipher, PayloadCipher)):
+        raise DefinitionError(f"cipher={cipher!r} is not a PayloadCipher: give one, such as AesGcmCipher(key)")
+    return cipher
 
 
 def _checked_job(job: object) -> str:

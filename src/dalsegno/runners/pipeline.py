@@ -618,7 +618,7 @@ class Pipeline:
         assert state.behind is not None
         kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == state.key]
         found = {entry.ordinal: entry for entry in kept if entry.ordinal >= state.behind}
-        for row in self._checkpoints.inbox(state.behind - 1, _INBOX_CHUNK, state.key):
+        for row in self._checkpoints.inbox(state.behind - 1, _INBOX_CHUNK + 1, state.key):  # one more: is there more?
             if row.ordinal not in found:
                 found[row.ordinal] = self._entry(row)
         taken = sorted(found)[:_INBOX_CHUNK]
