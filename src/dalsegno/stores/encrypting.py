@@ -2,9 +2,9 @@
 
 Bodies are sealed on their way in and opened on their way out, each bound to its job, the store's identity, its key,
 message and action task; those of decisions likewise, each bound to its target. What a store needs in order to find and
-to order records stays in clear: those, and the number, order and size of records. A record that was copied here from another place cannot be opened; one that was moved or
-doubled within its action task is refused where the table of transitions forbids it. That a record is missing, or that
-the whole store is an earlier copy, no encryption can tell.
+to order records stays in clear: those, and the number, order and size of records. A record that was copied here from
+another place cannot be opened; one that was moved or doubled within its action task is refused where the table of
+transitions forbids it. That a record is missing, or that the whole store is an earlier copy, no encryption can tell.
 """
 
 from __future__ import annotations
