@@ -29,29 +29,38 @@ from typing import Any
 
 import orjson
 
-from dalsegno.core import codec_classes, codec_exceptions, codec_plain
+from dalsegno.core import codec_classes, codec_exceptions, codec_models, codec_plain
 from dalsegno.core.codec_canonical import canonical
-from dalsegno.core.codec_dispatch import ENCODERS, MAX_DEPTH, Fault, Tree, damaged, decode_value, short_repr
+from dalsegno.core.codec_dispatch import ATOMS, ENCODERS, MAX_DEPTH, Fault, Tree, damaged, decode_value, short_repr
+from dalsegno.core.codec_models import MISSING, decode_field, restored
 from dalsegno.errors import CodecError
 
 __all__ = [
     "MAX_DEPTH",
+    "MISSING",
     "Tree",
     "canonical",
     "decode",
     "decode_exception",
+    "decode_field",
     "dumps",
     "encode",
     "encode_exception",
     "from_tree",
     "loads",
+    "restored",
     "to_tree",
 ]
 
 _STORAGE = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 ENCODERS.update(codec_plain.PLAIN)
-ENCODERS.makers[:] = [codec_exceptions.make_encoder, codec_classes.make_encoder, codec_plain.refuse]
+ENCODERS.makers[:] = [
+    codec_exceptions.make_encoder,
+    codec_models.make_encoder,
+    codec_classes.make_encoder,
+    codec_plain.refuse,
+]
 
 
 # --- the interface --------------------------------------------------------------------------------------------------
@@ -74,6 +83,8 @@ def to_tree(value: object, root: str = "value") -> Tree:
 
 def from_tree(tree: Tree) -> Any:
     """The value of a tree, in fresh containers; ``CodecError`` for what is no tree of this codec."""
+    if type(tree) in ATOMS:
+        return tree
     try:
         return decode_value(tree)
     except RecursionError:

@@ -17,6 +17,8 @@ from pydantic_core import TzInfo
 
 from dalsegno.core.codec_canonical import canonical
 from dalsegno.core.codec_dispatch import (
+    INT_MAX,
+    INT_MIN,
     MAX_DEPTH,
     AnyDict,
     Encoder,
@@ -34,8 +36,6 @@ from dalsegno.core.codec_dispatch import (
 )
 from dalsegno.errors import CodecError
 
-_INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
-
 # --- numbers, text, bytes -------------------------------------------------------------------------------------------
 
 _DECIMAL_BITS = 2000  # longer ints are written in base 16, which is quick and has no limit on digits
@@ -46,7 +46,7 @@ def _itself(value: Any, depth: int) -> Tree:
 
 
 def _encode_int(value: int, depth: int) -> Tree:
-    if _INT_MIN <= value <= _INT_MAX:
+    if INT_MIN <= value <= INT_MAX:
         return value
     return {"$": "int", "v": str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)}
 
