@@ -91,8 +91,11 @@ class JobFile:
     def insert(self, records: Sequence[Record]) -> None:
         """Append *records*, all or none."""
         values: list[Any] = []
-        for record in records:
-            values += (record.key, _text(record.message), _text(record.task), record.body)
+        for key, message, task, body in records:
+            if message.isascii() and task.isascii():  # as nearly all are
+                values += (key, message, task, body)
+            else:
+                values += (key, _text(message), _text(task), body)
         with _errors(self.path, "record a step"):
             limit = _COLUMNS * _ROWS[-1]
             if len(values) <= limit:
@@ -192,6 +195,8 @@ def _connect(path: Path, *, read_only: bool = False, timeout: float = BUSY_SECON
         if not read_only:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+            # Some builds of SQLite overwrite what is deleted, so that all that was recorded would be written twice.
+            connection.execute("PRAGMA secure_delete = OFF")
         undo.pop_all()
     return connection
 
