@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
+import hashlib
 import io
 import json
 import math
@@ -17,13 +18,16 @@ from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import TzInfo
 
+from dalsegno.core import codec_canonical
 from dalsegno.core.codec import MAX_DEPTH, canonical, decode, dumps, encode, from_tree, loads, to_tree
 from dalsegno.core.codec_dispatch import DECODERS, ENCODERS
+from dalsegno.core.identity import fingerprint, key_bytes, task_id
 from dalsegno.errors import CodecError
 
 # --- equality that sees types, signs of zero, NaN, zones and the order of dicts --------------------------------------
@@ -220,6 +224,58 @@ def test_canonical_bytes_are_pinned() -> None:
         r'"\"a\"":{"$":"tuple","v":[null,true]},"\"b\"":[1,2.5,1e+16,1e-05,-0.0,"é' + "\x7f" + r'\n"],'
         r'"\"s\"":{"$":"set","v":["a","b",2]}}}'
     )
+
+
+def test_canonical_bytes_of_what_text_and_numbers_can_hold_are_pinned() -> None:
+    """By digest, for trees that are written by orjson; made with the standard library."""
+    every = "".join(map(chr, [*range(0x600), 0x2028, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x1F600, 0x10FFFF]))
+    tree: dict[str, Any] = {character: number for number, character in enumerate(reversed(every)) if character != "$"}
+    tree |= {"text": every, "limits": [-(2**63), 2**63 - 1, 0, -1], "atoms": [None, True, False, {"b": {}, "a": []}]}
+    escapes: Any = {"é": '\x00\x1f\x7f\b\t\n\f\r"\\/\u2028', "e": [{"z": 1, "a\n": 2}], "\U00010000": 0, "\uffff": 0}
+    assert canonical(escapes).decode() == (
+        r'{"e":[{"a\n":2,"z":1}],"é":"\u0000\u001f' + "\x7f" + r'\b\t\n\f\r\"\\/' + "\u2028"
+        '","\uffff":0,"\U00010000":0}'
+    )  # fmt: skip
+    assert hashlib.blake2b(canonical(tree), digest_size=16).hexdigest() == "a1aad94a67eae7daa104a3bc76c07a90"
+    assert fingerprint(["product-0001", 3]) == "9f7aa993338c2619aaedce4563acc54b"
+    assert fingerprint({"b": 1.0, "a": "é"}) == "44320b430fb02488ecd2953a46c89721"
+    assert task_id("17", "", 0, "score") == "5778d15c7b87246457950715965f0f05"
+
+
+legal_text = st.text(st.characters(exclude_categories=["Cs"]))
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    legal_text,
+    st.sampled_from(["$", "\uffff", "\U00010000", "a\0", "\x7f"]),
+)
+trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(legal_text, inner), max_leaves=20)
+
+
+@settings(max_examples=1000)
+@given(trees)
+def test_the_quick_writer_of_canonical_bytes_agrees_with_their_definition(tree: Any) -> None:
+    assert codec_canonical.quick(tree) == codec_canonical.by_definition(tree)
+    assert canonical(json.loads(canonical(tree))) == canonical(tree)
+
+
+def test_the_quick_writer_is_in_use_and_the_samples_tell_writers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert canonical is codec_canonical.quick
+    for other in (
+        lambda tree, *_: json.dumps(tree, sort_keys=True, separators=(",", ":")).encode(),
+        lambda tree, *_: orjson.dumps(tree),
+        lambda tree, *_: orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).replace(b"\\u001f", b"\\u001F"),
+        lambda tree, *_: orjson.dumps(tree, option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE),
+    ):
+        monkeypatch.setattr(codec_canonical, "_dumps", other)
+        assert not codec_canonical.agree()
+
+
+@given(st.one_of(text, anything))
+def test_the_key_of_a_text_is_the_canonical_form_of_its_tree(key: Any) -> None:
+    assert key_bytes(key) == canonical(to_tree(key))
 
 
 _CANONICAL_SCRIPT = """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dalsegno.core import codec
 from dalsegno.core.identity import callable_name, digest, fingerprint, idempotency_key, key_bytes, task_id
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import FORMAT_VERSION, Record, TaskActionState, dump_body, fold, new_body
+from dalsegno.core.records import FORMAT_VERSION, Record, TaskActionState, as_record, dump_body, fold, new_body
 from dalsegno.core.transitions import CALL_TRANSITIONS, CallStatus, advance
 from dalsegno.errors import DefinitionError, DivergenceError, RecordError
 
@@ -299,6 +299,13 @@ def test_attempts_are_counted_across_restarts(tape: Tape) -> None:
 
 def record(body: bytes | dict[str, Any], task: str = "t") -> Record:
     return Record(b'"k"', "m-7", task, body if isinstance(body, bytes) else orjson.dumps(body))
+
+
+def test_a_record_made_of_its_fields_is_a_record() -> None:
+    made = as_record((b"k", "m", "t", b"{}"))
+    assert type(made) is Record
+    assert made == Record(key=b"k", message="m", task="t", body=b"{}")
+    assert made.body == b"{}"
 
 
 FIRST = {"v": 1, "kind": "requested", "task": HEADER, "call": 0, "name": "n", "args_digest": "d", "effect": "once"}

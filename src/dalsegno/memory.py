@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dalsegno.errors import MemoryPathError
+from dalsegno.errors import CodecError, MemoryPathError
 
 Path = str | Sequence[str]
 Update = dict[str, Any]
@@ -28,8 +28,10 @@ class ValueCodec(Protocol):
     def from_tree(self, tree: Any, /) -> Any: ...
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Leaf:
+    """A value of the tree. Nobody changes one; it is not frozen, as that makes it take twice as long to make one."""
+
     tree: Any
 
 
@@ -61,6 +63,10 @@ def _write(name: str) -> str:
         return name
     encoded = name.encode(errors="surrogatepass")
     return name if name[0] != "\0" and b"\xed" not in encoded else "\0" + encoded.hex()
+
+
+def _written(path: tuple[str, ...]) -> list[str]:
+    return [_write(path[0])] if len(path) == 1 else [*map(_write, path)]
 
 
 def _read(written: str) -> str:
@@ -106,6 +112,8 @@ class MemoryTransaction:
         self._owner = object()
 
     def get(self, path: tuple[str, ...]) -> Node | Leaf | None:
+        if len(path) == 1:  # as the loop would find it
+            return self.root.fields.get(path[0])
         node: Node | Leaf | None = self.root
         for depth, name in enumerate(path):
             if isinstance(node, Leaf):
@@ -126,37 +134,45 @@ class MemoryTransaction:
             raise MemoryPathError(
                 f"{self._label}: {path!r} is an object with fields of its own; delete() it before set()"
             )
-        tree = self._codec.to_tree(value, root=f"{self._label}[{'.'.join(path)!r}]")
-        self._apply({"op": "set", "path": [*map(_write, path)], "value": tree})
+        try:
+            tree = self._codec.to_tree(value, root=self._label)
+        except CodecError:
+            # Once more, for an error that names the place: to put that into words costs as much as most values.
+            tree = self._codec.to_tree(value, root=f"{self._label}[{'.'.join(path)!r}]")
+        self._change(path, {"op": "set", "path": _written(path), "value": tree})
 
     def delete(self, path: tuple[str, ...]) -> None:
         if self.get(path) is not None:
-            self._apply({"op": "delete", "path": [*map(_write, path)]})
+            self._change(path, {"op": "delete", "path": _written(path)})
 
     def create(self, path: tuple[str, ...]) -> None:
         found = self.get(path)
         if isinstance(found, Leaf):
             raise MemoryPathError(f"{self._label}: {path!r} holds a value; delete() it before create_object()")
         if found is None:
-            self._apply({"op": "create", "path": [*map(_write, path)]})
+            self._change(path, {"op": "create", "path": _written(path)})
 
     def replay(self, updates: Sequence[Update]) -> Node:
         """Apply recorded *updates*; returns the new root."""
         for update in updates:
-            self._apply(update)
+            self._change(tuple(map(_read, update["path"])), update)
         return self.root
 
-    def _apply(self, update: Update) -> None:
-        *parents, name = map(_read, update["path"])
-        self.root = node = self._owned(self.root)
-        for parent in parents:
+    def _change(self, path: tuple[str, ...], update: Update) -> None:
+        """Do *update*, whose path is *path* as JSON holds it."""
+        node = self.root
+        if node.owner is not self._owner:
+            self.root = node = self._owned(node)
+        name = path[-1]
+        for parent in path[:-1]:
             child = node.fields.get(parent)
             owned = self._owned(child if isinstance(child, Node) else EMPTY)
             node.fields[parent] = owned
             node = owned
-        if update["op"] == "set":
+        op = update["op"]
+        if op == "set":
             node.fields[name] = Leaf(update["value"])
-        elif update["op"] == "create":
+        elif op == "create":
             node.fields[name] = Node(owner=self._owner)
         else:
             node.fields.pop(name, None)

@@ -254,6 +254,11 @@ def _annotations(owner: Any) -> dict[str, Any]:
 
 _registry = _Registry()
 
+CLASSES: Mapping[str, type] = _registry.by_name
+"""The class that each name loads. A live view for those who cannot afford a call; what is missed may yet `resolve`."""
+NAMES: Mapping[type, str] = _registry.by_class
+"""The name that records give to each class, as live as `CLASSES`; what is missed may yet have a `name_of`."""
+
 
 @overload
 def register(cls: _Class, *, name: str | None = None) -> _Class: ...

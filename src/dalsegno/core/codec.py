@@ -18,8 +18,8 @@ the payload bits of a NaN, the ``is_safe`` mark of a UUID.
 Loading imports no module and runs no code of the user but the look-up of enum members, the default factories of
 fields that a class has gained since, and the hash and equality of dict keys and set members.
 
-``canonical`` sorts keys and is written by the standard library: equal trees give equal bytes in every process and
-with every release of the JSON library that writes the storage form. Two values have equal trees if they are equal and
+``canonical`` sorts keys: equal trees give equal bytes in every process and with every release of this library and of
+those below it (``codec_canonical``). Two values have equal trees if they are equal and
 of equal types throughout; for a pydantic model this includes which of its fields were given.
 """
 
@@ -29,29 +29,38 @@ from typing import Any
 
 import orjson
 
-from dalsegno.core import codec_classes, codec_exceptions, codec_plain
-from dalsegno.core.codec_dispatch import ENCODERS, MAX_DEPTH, Fault, Tree, damaged, decode_value, short_repr
-from dalsegno.core.codec_plain import canonical_text
+from dalsegno.core import codec_classes, codec_exceptions, codec_models, codec_plain
+from dalsegno.core.codec_canonical import canonical
+from dalsegno.core.codec_dispatch import ATOMS, ENCODERS, MAX_DEPTH, Fault, Tree, damaged, decode_value, short_repr
+from dalsegno.core.codec_models import MISSING, decode_field, restored
 from dalsegno.errors import CodecError
 
 __all__ = [
     "MAX_DEPTH",
+    "MISSING",
     "Tree",
     "canonical",
     "decode",
     "decode_exception",
+    "decode_field",
     "dumps",
     "encode",
     "encode_exception",
     "from_tree",
     "loads",
+    "restored",
     "to_tree",
 ]
 
 _STORAGE = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 ENCODERS.update(codec_plain.PLAIN)
-ENCODERS.makers[:] = [codec_exceptions.make_encoder, codec_classes.make_encoder, codec_plain.refuse]
+ENCODERS.makers[:] = [
+    codec_exceptions.make_encoder,
+    codec_models.make_encoder,
+    codec_classes.make_encoder,
+    codec_plain.refuse,
+]
 
 
 # --- the interface --------------------------------------------------------------------------------------------------
@@ -74,6 +83,8 @@ def to_tree(value: object, root: str = "value") -> Tree:
 
 def from_tree(tree: Tree) -> Any:
     """The value of a tree, in fresh containers; ``CodecError`` for what is no tree of this codec."""
+    if type(tree) in ATOMS:
+        return tree
     try:
         return decode_value(tree)
     except RecursionError:
@@ -94,14 +105,6 @@ def loads(data: bytes | bytearray | memoryview | str) -> Tree:
         return orjson.loads(data)  # type: ignore[no-any-return]
     except (orjson.JSONDecodeError, TypeError) as error:
         raise CodecError(f"cannot read {short_repr(data)}: it is not a recorded value ({error})") from error
-
-
-def canonical(tree: Tree) -> bytes:
-    """The bytes that stand for a tree wherever identity is at stake: the order of keys does not count."""
-    try:
-        return canonical_text(tree).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CodecError(f"cannot write {short_repr(tree)}: {error}; only trees can be written") from error
 
 
 def encode(value: object, root: str = "value") -> bytes:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, Flag
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from dalsegno import registry
@@ -48,7 +48,6 @@ from dalsegno.core.codec_dispatch import (
 from dalsegno.errors import CodecError
 
 _NO_DEFAULT = object()
-_set = object.__setattr__
 _Members = dict[str, types.MemberDescriptorType]
 
 
@@ -325,7 +324,7 @@ def _decode_named(tree: dict[str, Any]) -> object:
     return value
 
 
-# --- pydantic models --------------------------------------------------------------------------------------------------
+# --- pydantic models; the quick way for most is in codec_models -------------------------------------------------------
 
 
 @per_class
@@ -333,26 +332,7 @@ def _is_model(cls: type) -> bool:
     return issubclass(cls, BaseModel)
 
 
-@per_class
-def _simple_fields(cls: type[BaseModel]) -> dict[str, None] | None:
-    """The fields of a model that has no other state, as nearly all have; None for one that may have some."""
-    simple = not (
-        issubclass(cls, RootModel)
-        or cls.__private_attributes__
-        or cls.model_config.get("extra") == "allow"
-        or slots_of(cls)
-        or "$" in cls.model_fields
-        or not cls.__pydantic_complete__
-    )
-    return dict.fromkeys(cls.model_fields) if simple else None
-
-
 def _encode_model(cls: type[BaseModel], value: BaseModel, depth: int) -> Tree:
-    # The quick way gives what the long one would.
-    fields = _simple_fields(cls)
-    attributes = value.__dict__
-    if fields is not None and attributes.keys() == fields.keys() == value.__pydantic_fields_set__:
-        return {"$": "model", "t": _recorded_name(cls), "f": encode_fields(attributes, depth + 1)}
     tree: dict[str, Tree] = {
         "$": "model",
         "t": _recorded_name(cls),
@@ -375,14 +355,6 @@ def _encode_model(cls: type[BaseModel], value: BaseModel, depth: int) -> Tree:
 def _decode_model(tree: dict[str, Any]) -> BaseModel:
     cls: type[BaseModel] = _recorded_class(tree, _is_model, "pydantic model")
     value = object.__new__(cls)
-    fields = _simple_fields(cls)
-    if fields is not None and len(tree) == 3 and type(tree["f"]) is dict and tree["f"].keys() == fields.keys():
-        attributes: Any = decode_value(tree["f"])
-        _set(value, "__dict__", attributes)
-        _set(value, "__pydantic_fields_set__", set(fields))
-        _set(value, "__pydantic_extra__", None)
-        _set(value, "__pydantic_private__", None)
-        return value
     set_attributes(value, _join(tree, _model_defaults(cls)), tree["t"])
     given = _names(tree["set"]) if "set" in tree else decode_mapping(tree["f"])
     object.__setattr__(value, "__pydantic_fields_set__", set(given))

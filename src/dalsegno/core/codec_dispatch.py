@@ -15,16 +15,18 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from dalsegno.errors import CodecError
 
 Tree: TypeAlias = "bool | int | float | str | list[Tree] | dict[str, Tree] | None"
 Encoder: TypeAlias = Callable[[Any, int], Tree]
+Decoder: TypeAlias = Callable[[dict[str, Any]], object]
 
 #: Levels of lists and dicts in a tree. The storage form allows 254; what is left is for the record around the tree.
 MAX_DEPTH = 200
+
+INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 
 
 _T = TypeVar("_T")
@@ -66,28 +68,29 @@ class _Encoders(dict[type, Encoder]):
         raise Fault(f"no rule for {cls!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """How an envelope is opened, and which keys it must and may have besides."""
-
-    open: Callable[[dict[str, Any]], object]
-    required: frozenset[str]
-    optional: frozenset[str]
-
-
 ENCODERS = _Encoders()
-DECODERS: dict[str, Envelope] = {}
-_ATOMS = frozenset({type(None), bool, int, float, str})
+DECODERS: dict[str, Decoder] = {}
+ATOMS = frozenset({type(None), bool, int, float, str})
 
 
-def envelope(
-    kind: str, required: str = "v", optional: str = ""
-) -> Callable[[Callable[[dict[str, Any]], object]], Callable[[dict[str, Any]], object]]:
+def envelope(kind: str, required: str = "v", optional: str = "") -> Callable[[Decoder], Decoder]:
     """Declare the function that opens envelopes of ``kind``; the keys are separated by spaces."""
+    least = frozenset(required.split()) | {"$"}
+    most = least | frozenset(optional.split())
 
-    def declare(function: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-        keys = frozenset(required.split()) | {"$"}
-        DECODERS[kind] = Envelope(function, keys, keys | frozenset(optional.split()))
+    def declare(function: Decoder) -> Decoder:
+        def decode(tree: dict[str, Any]) -> object:
+            keys = tree.keys()
+            if not (least <= keys and keys <= most):
+                raise damaged(tree, f"its keys must be {sorted(least)}")
+            try:
+                return function(tree)
+            except (CodecError, RecursionError, MemoryError):
+                raise
+            except Exception as error:
+                raise damaged(tree, f"{type(error).__name__}: {error}") from error
+
+        DECODERS[kind] = decode
         return function
 
     return declare
@@ -105,7 +108,7 @@ def _item_place(key: object) -> str:
     return f"[{short_repr(key)}]"
 
 
-def _field_place(name: object) -> str:
+def field_place(name: object) -> str:
     return f".{name}"
 
 
@@ -120,7 +123,10 @@ def encode_dict(value: dict[Any, Any], depth: int, place: Callable[[object], str
             if type(key) is not str or key == "$" or not (key.isascii() or is_utf8(key)):
                 break
             cls = type(item)
-            out[key] = item if cls is str and item.isascii() else ENCODERS[cls](item, depth + 1)
+            if (cls is str and item.isascii()) or (cls is int and INT_MIN <= item <= INT_MAX):
+                out[key] = item
+            else:
+                out[key] = ENCODERS[cls](item, depth + 1)
         else:
             return out
     except Fault as fault:
@@ -149,7 +155,7 @@ def encode_list(value: list[Any] | tuple[Any, ...], depth: int) -> list[Tree]:
 
 def encode_fields(value: dict[str, Any], depth: int) -> Tree:
     """Like ``encode_dict``, for the attributes of an object: the path says ``.name``."""
-    return encode_dict(value, depth, _field_place)
+    return encode_dict(value, depth, field_place)
 
 
 def is_utf8(text: str) -> bool:
@@ -183,37 +189,35 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 def decode_value(tree: Tree) -> object:
     """The value of a tree; raises ``CodecError``, or ``RecursionError`` for a tree that no encoder has made."""
-    cls = type(tree)
-    if cls is dict:
-        if "$" in tree:  # type: ignore[operator]
-            return _open(tree)  # type: ignore[arg-type]
-        return {key: item if type(item) in _ATOMS else decode_value(item) for key, item in tree.items()}  # type: ignore[union-attr]
-    if cls is list:
-        return [item if type(item) in _ATOMS else decode_value(item) for item in tree]  # type: ignore[union-attr]
-    if cls in _ATOMS:
+    if type(tree) is dict:
+        if "$" in tree:
+            kind = tree["$"]
+            decode = DECODERS.get(kind) if type(kind) is str else None
+            if decode is None:
+                raise _unknown(kind)
+            return decode(tree)
+        found: dict[str, Any] = tree.copy()  # quicker than to build it up: most items are atoms
+        for key, item in tree.items():
+            if type(item) not in ATOMS:
+                found[key] = decode_value(item)
+        return found
+    if type(tree) is list:
+        for item in tree:
+            if type(item) not in ATOMS:
+                return [item if type(item) in ATOMS else decode_value(item) for item in tree]
+        return tree.copy()
+    if type(tree) in ATOMS:
         return tree
     raise CodecError(
         f"cannot load {short_repr(tree)}: a tree holds no {type(tree).__name__}; it is not a recorded value"
     )
 
 
-def _open(tree: dict[str, Tree]) -> object:
-    kind = tree["$"]
-    rule = DECODERS.get(kind) if type(kind) is str else None
-    if rule is None:
-        raise CodecError(
-            f"cannot load a recorded value of the kind {short_repr(kind)}: this release does not know it; the record "
-            "is damaged, or was written by a newer release, which can read it"
-        )
-    keys = tree.keys()
-    if not (rule.required <= keys and keys <= rule.optional):
-        raise damaged(tree, f"its keys must be {sorted(rule.required)}")
-    try:
-        return rule.open(tree)
-    except (CodecError, RecursionError, MemoryError):
-        raise
-    except Exception as error:
-        raise damaged(tree, f"{type(error).__name__}: {error}") from error
+def _unknown(kind: object) -> CodecError:
+    return CodecError(
+        f"cannot load a recorded value of the kind {short_repr(kind)}: this release does not know it; the record "
+        "is damaged, or was written by a newer release, which can read it"
+    )
 
 
 def damaged(tree: Tree, reason: str) -> CodecError:

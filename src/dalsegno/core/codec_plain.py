@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import functools
-import json
-import json.encoder
 import math
 import zoneinfo
-from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from typing import Any
@@ -18,7 +15,10 @@ from zoneinfo import ZoneInfo
 import orjson
 from pydantic_core import TzInfo
 
+from dalsegno.core.codec_canonical import canonical
 from dalsegno.core.codec_dispatch import (
+    INT_MAX,
+    INT_MIN,
     MAX_DEPTH,
     AnyDict,
     Encoder,
@@ -36,26 +36,6 @@ from dalsegno.core.codec_dispatch import (
 )
 from dalsegno.errors import CodecError
 
-#: The canonical text of a tree; by the standard library, since it is kept in records and must never change.
-_canonical = json.JSONEncoder(
-    ensure_ascii=False, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
-)
-
-
-def _make_canonical_text() -> Callable[[Tree], str]:
-    """``_canonical.encode``, without making the library's encoder anew for each value, which costs most of it."""
-    make = getattr(json.encoder, "c_make_encoder", None)
-    text = getattr(json.encoder, "c_encode_basestring", None)
-    if make is None or text is None:  # not CPython
-        return _canonical.encode
-    encode = make(None, _canonical.default, text, None, ":", ",", True, False, False)
-    return lambda tree: "".join(encode(tree, 0))
-
-
-canonical_text = _make_canonical_text()
-
-_INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
-
 # --- numbers, text, bytes -------------------------------------------------------------------------------------------
 
 _DECIMAL_BITS = 2000  # longer ints are written in base 16, which is quick and has no limit on digits
@@ -66,7 +46,7 @@ def _itself(value: Any, depth: int) -> Tree:
 
 
 def _encode_int(value: int, depth: int) -> Tree:
-    if _INT_MIN <= value <= _INT_MAX:
+    if INT_MIN <= value <= INT_MAX:
         return value
     return {"$": "int", "v": str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)}
 
@@ -152,7 +132,7 @@ def _encode_set(kind: str, value: set[Any] | frozenset[Any], depth: int) -> Tree
         except Fault as fault:
             fault.path.append(f"{{{short_repr(item)}}}")
             raise
-        by_bytes[_identity(member)] = member
+        by_bytes[canonical(member)] = member
     if len(by_bytes) != len(value):
         raise Fault(f"two members of the {kind} are recorded alike, such as two NaNs; keep one of them")
     return {"$": kind, "v": [by_bytes[key] for key in sorted(by_bytes)]}
@@ -187,17 +167,13 @@ def _encode_any_dict(value: dict[Any, Any], depth: int) -> Tree:
     key: object = None
     try:
         for key, item in value.items():
-            out[_identity(encode_value(key, depth + 2)).decode()] = encode_value(item, depth + 2)
+            out[canonical(encode_value(key, depth + 2)).decode()] = encode_value(item, depth + 2)
     except Fault as fault:
         fault.path.append(f"[{short_repr(key)}]")
         raise
     if len(out) != len(value):
         raise Fault("two keys of the dict are recorded alike, such as two NaNs; keep one of them")
     return {"$": "dict", "v": out}
-
-
-def _identity(tree: Tree) -> bytes:
-    return canonical_text(tree).encode()
 
 
 @envelope("dict")

@@ -18,20 +18,28 @@ from dalsegno.core import codec
 from dalsegno.errors import DefinitionError
 from dalsegno.registry import module_name
 
+_new_hash = blake2b(digest_size=16).copy  # quicker than to give the size each time
+
 
 def digest(*parts: Any) -> str:
     """32 hexadecimal characters that stand for *parts* (strings, integers, bytes as text)."""
-    return blake2b(orjson.dumps(parts), digest_size=16).hexdigest()
+    found = _new_hash()
+    found.update(orjson.dumps(parts))
+    return found.hexdigest()
 
 
 def key_bytes(key: object) -> bytes:
     """The message key as canonical bytes: equal keys of one type give equal bytes; ``1``, ``"1"``, ``True`` differ."""
+    if type(key) is str and key.isascii():  # as nearly all are; such a text is its own tree
+        return codec.canonical(key)
     return codec.canonical(codec.to_tree(key, root="message key"))
 
 
 def fingerprint(tree: codec.Tree) -> str:
     """What stands for a value when it is compared with a recorded one."""
-    return blake2b(codec.canonical(tree), digest_size=16).hexdigest()
+    found = _new_hash()
+    found.update(codec.canonical(tree))
+    return found.hexdigest()
 
 
 def task_id(message: str, sender: str, index: int, action: str) -> str:

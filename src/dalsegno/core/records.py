@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -52,6 +53,10 @@ class Record(NamedTuple):
 
 OpenBody = Callable[[Record, str], bytes]
 """Gives the JSON of a record's body; raises `RecordError` if it cannot. The text is what messages call the record."""
+
+
+as_record: Callable[[tuple[bytes, str, str, bytes]], Record] = partial(tuple.__new__, Record)
+"""``Record(*fields)`` at half the cost: each step of each action task makes one."""
 
 
 @dataclass(slots=True)
@@ -123,6 +128,7 @@ def new_body(kind: str) -> dict[str, Any]:
 
 
 dump_body: Callable[[dict[str, Any]], bytes] = orjson.dumps
+"""The bytes of a body; the very function of the library, as a call between would be a good part of its cost."""
 
 
 def encode_body(kind: str, fields: dict[str, Any]) -> bytes:

@@ -21,7 +21,7 @@ from dalsegno.core import codec, decisions
 from dalsegno.core.callee import Callee, check_options, describe
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, dump_body, new_body
+from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, as_record, dump_body, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
@@ -133,7 +133,7 @@ class _Place:
             self._header = None
         self.written = True
         message = self._message
-        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
+        self._environment.log.append(as_record((message.key_bytes, message.id, self._identity, dump_body(body))))
 
 
 class ActionTask:

@@ -8,7 +8,8 @@
   the operating system releases when the process ends, however it ends. Every write is checked against the epoch of
   its job as well, in the same statement. Several processes may run different jobs in one file.
 * **Bounded**: pages that pruning frees are used again, and the log beside the file is cut back; the file keeps the size
-  of its fullest moment.
+  of its fullest moment. What is deleted stays readable in free pages until they are used again; only encryption, of
+  the disk or of the bodies by a store around this one, keeps it from whoever gets hold of the file.
 
 The file must be on a local disk: SQLite's locks and its write-ahead log do not work on network file systems.
 """
@@ -30,7 +31,7 @@ from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector,
 from dalsegno.stores.sqlite_file import JobFile
 from dalsegno.stores.sqlite_inspector import SqliteInspector
 
-PRUNE_CHUNK = 500
+PRUNE_CHUNK = 1000
 """Messages that are pruned in one transaction; other writes go in between."""
 
 _T = TypeVar("_T")

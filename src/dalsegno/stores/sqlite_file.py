@@ -73,8 +73,11 @@ class JobFile:
     def insert(self, records: Sequence[Record]) -> None:
         """Append *records*, all or none."""
         values: list[Any] = []
-        for record in records:
-            values += (record.key, text(record.message), text(record.task), record.body)
+        for key, message, task, body in records:
+            if message.isascii() and task.isascii():  # as nearly all are
+                values += (key, message, task, body)
+            else:
+                values += (key, text(message), text(task), body)
         with errors(self.path, "record a step"):
             limit = _COLUMNS * _ROWS[-1]
             if len(values) <= limit:

@@ -77,6 +77,8 @@ def connect_durably(path: Path, mode: Mode) -> sqlite3.Connection:
         undo.callback(connection.close)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+        # Some builds of SQLite overwrite what is deleted, so that all that was recorded would be written twice.
+        connection.execute("PRAGMA secure_delete = OFF")
         undo.pop_all()
     return connection
 
