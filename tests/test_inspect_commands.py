@@ -23,8 +23,8 @@ from dalsegno.core import codec, decisions
 from dalsegno.core.decisions import WAIT_FOR, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
-from dalsegno.inspect import cli
-from dalsegno.inspect.views import call_id
+from dalsegno.inspect import cli, commands
+from dalsegno.inspect.views import Lens, call_id
 from dalsegno.runners.local import default_store_path
 from dalsegno.stores.base import Decision
 from dalsegno.stores.sqlite import SqliteStore
@@ -293,6 +293,7 @@ def test_more_than_the_limit_is_said(dalsegno: Command) -> None:
     assert len(shown.out.splitlines()) == 2 + 50 + 1
     assert shown.out.splitlines()[-1].startswith("and more: --limit 500 shows more of them")
     assert "more" not in dalsegno("show", JOB, "--limit", "60").out
+    assert "and more" in dalsegno("show", JOB, "--limit", "59").out
     assert dalsegno("show", JOB, "--limit", "0").code == 2
 
 
@@ -730,6 +731,33 @@ def test_two_waits_of_one_message_get_a_signal_each(dalsegno: Command) -> None:
         assert dalsegno("signal", JOB, "W", "approved", str(value)).code == 0
     assert dalsegno("signal", JOB, "W", "approved", "3").code == 1
     assert decided() == [Signalled(both.task, 0, 1), Signalled(both.task, 1, 2)]
+
+
+def test_all_commands_look_through_the_lens(dalsegno: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "s3cr3t"
+    doubt = Recorded("A", "0").call("called", 0, "f", secret, result=secret).call("requested", 1, "g", secret)
+    doubt.step("parked", reason="nobody can tell", why="in_doubt", call=1)
+    signal = waiting().call("called", 1, "f", secret, result=secret)
+    hidden = [each._replace(body=each.body[::-1]) for each in doubt.records]
+    doubt.records = hidden
+    signal.records = [each._replace(body=each.body[::-1]) for each in signal.records]
+    record(doubt, signal)
+
+    def redact(tree: Any) -> Any:
+        return json.loads(json.dumps(tree).replace(secret, "***"))
+
+    monkeypatch.setattr(commands, "_lens", lambda: Lens(decode=lambda record: record.body[::-1], redact=redact))
+    shown = [
+        dalsegno("resolve", JOB, doubt.id(1), "--happened", f'"{secret}"', *as_json) for as_json in ([], ["--json"])
+    ]
+    shown += [dalsegno("signal", JOB, "W", "approved", f'"{secret}"')]
+    for args in ([], ["0"], ["1"], [doubt.id(0)], ["--state", "parked"], ["--state", "in-flight"]):
+        shown += [dalsegno("show", JOB, *args), dalsegno("show", JOB, *args, "--json")]
+    for result in shown:
+        assert (result.code, result.err) == (0, "")
+        assert secret not in result.out
+    assert sum("***" in result.out for result in shown) >= len(shown) - 2
+    assert [answer[-1] for answer in decided()] == [secret, secret]
 
 
 # --- a job that was really run ---

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dalsegno.inspect.decide import Outcome
-    from dalsegno.inspect.views import MessageSummary
+    from dalsegno.inspect.views import Lens, MessageSummary
     from dalsegno.stores.base import JobInfo, StoreInspector
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
@@ -93,7 +93,7 @@ def show(
         info = _info(inspector, job)
         of_key = _key(inspector, job, key, key_json)
         if what is None:
-            output.show_messages(info, _chosen(inspector, job, of_key, state), limit, as_json)
+            output.show_messages(info, _chosen(inspector, job, of_key, state), limit, _lens(), as_json)
         else:
             _show_one(inspector, info, what, of_key, as_json)
 
@@ -108,8 +108,8 @@ def _chosen(
     if key is not None:
         messages = find_messages(inspector, job, None, key)
     elif state is not None and State(state) in SET_ASIDE:
-        messages = perhaps_set_aside(inspector, job)
-    for summary in summaries(inspector, job, messages):
+        messages = perhaps_set_aside(inspector, job, _lens())
+    for summary in summaries(inspector, job, messages, _lens()):
         if state in (None, str(summary.state)) or (state == "parked" and summary.state in SET_ASIDE):
             yield summary
 
@@ -122,12 +122,12 @@ def _show_one(inspector: StoreInspector, info: JobInfo, what: str, key: bytes | 
     call = None
     # What is the id of a message is not taken for the digits of a call.
     if looks_like_call(what) and not find_messages(inspector, info.name, what, key):
-        place = find_call(inspector, info.name, what)
+        place = find_call(inspector, info.name, what, _lens())
         call, which = place.call, (place.key, place.message)
     else:
         which = find_message(inspector, info.name, what, key)
     decided = decisions_by_message(inspector, info.name).get(which, [])
-    message = message_json(*which, inspector.records(info.name, *which), decided)
+    message = message_json(*which, inspector.records(info.name, *which), decided, _lens())
     if call is None:
         output.show_message(info, message, as_json)
     else:
@@ -156,7 +156,7 @@ def resolve(
         raise DefinitionError("say either --happened JSON, with what the call returned, or --did-not-happen")
     result = None if happened is None else _tree(happened, "--happened")
     with closing(_inspector_of(job, store)) as inspector:
-        _end(inspector, job, [decide.resolve(inspector, job, call, happened is not None, result)], as_json)
+        _end(inspector, job, [decide.resolve(inspector, job, call, happened is not None, result, _lens())], as_json)
 
 
 def retry(
@@ -176,9 +176,9 @@ def retry(
     with closing(_inspector_of(job, store)) as inspector:
         of_key = _key(inspector, job, key, key_json)
         if message is None:
-            _end(inspector, job, list(decide.retry_all(inspector, job, of_key)), as_json)
+            _end(inspector, job, list(decide.retry_all(inspector, job, of_key, _lens())), as_json)
         else:
-            _end(inspector, job, [decide.retry(inspector, job, message, of_key)], as_json)
+            _end(inspector, job, [decide.retry(inspector, job, message, of_key, _lens())], as_json)
 
 
 def send_signal(
@@ -199,7 +199,13 @@ def send_signal(
         of_key = _key(inspector, job, key, key_json)
         assert of_key is not None
         # An agent may act on a signal at once, so a second one is never taken for the first.
-        _end(inspector, job, [decide.signal(inspector, job, of_key, name, tree, message)], as_json, repeatable=False)
+        _end(
+            inspector,
+            job,
+            [decide.signal(inspector, job, of_key, name, tree, message, _lens())],
+            as_json,
+            repeatable=False,
+        )
 
 
 def _end(
@@ -208,12 +214,19 @@ def _end(
     """Say what was decided, and with the exit code whether it now is as was asked."""
     from dalsegno.inspect import output
 
-    output.show_outcomes(_info(inspector, job), outcomes, as_json)
+    output.show_outcomes(_info(inspector, job), outcomes, _lens(), as_json)
     if not all(outcome.written or (outcome.same and repeatable) for outcome in outcomes):
         raise typer.Exit(1)
 
 
 # --- what the arguments name ---
+
+
+def _lens() -> Lens:
+    """How bodies are read and payloads shown by all commands."""
+    from dalsegno.inspect.views import PLAIN
+
+    return PLAIN
 
 
 def _default_stores() -> list[str]:

@@ -6,6 +6,7 @@ import json
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from dalsegno.inspect.decide import Outcome
 from dalsegno.inspect.lookup import key_text, printable
 from dalsegno.inspect.views import (
     SHOWN_DIGITS,
+    Lens,
     MessageSummary,
     Question,
     answer_json,
@@ -51,11 +53,11 @@ def show_runs(found: Sequence[tuple[str, JobInfo]], failures: Sequence[str], as_
         print(f"cannot be read: {printable(failure)}")
 
 
-def show_messages(info: JobInfo, summaries: Iterator[MessageSummary], limit: int, as_json: bool) -> None:
-    shown = [summary for summary, _ in zip(summaries, range(limit), strict=False)]
+def show_messages(info: JobInfo, summaries: Iterator[MessageSummary], limit: int, lens: Lens, as_json: bool) -> None:
+    shown = list(islice(summaries, limit))
     more = next(summaries, None) is not None
     if as_json:
-        _print_json({"job": _job_json(info), "messages": [summary_json(each) for each in shown], "more": more})
+        _print_json({"job": _job_json(info), "messages": [summary_json(each, lens) for each in shown], "more": more})
         return
     _print_job(info)
     if not shown:
@@ -64,7 +66,7 @@ def show_messages(info: JobInfo, summaries: Iterator[MessageSummary], limit: int
     table = _table("key", "message", "state", "calls>", "about")
     for summary in shown:
         key = _cut(key_text(summary.key), 30)
-        table.add_row(*_texts(key, summary.message, summary.state, f"{summary.calls:,}", _about(summary)))
+        table.add_row(*_texts(key, summary.message, summary.state, f"{summary.calls:,}", _about(summary, lens)))
     _print_table(table)
     if more:
         print(f"and more: --limit {limit * 10} shows more of them, --state and --key fewer")
@@ -108,15 +110,15 @@ def show_call(info: JobInfo, message: dict[str, Any], call_id: str, as_json: boo
     _print_call(call, None)
 
 
-def show_outcomes(info: JobInfo, outcomes: Sequence[Outcome], as_json: bool) -> None:
+def show_outcomes(info: JobInfo, outcomes: Sequence[Outcome], lens: Lens, as_json: bool) -> None:
     """What was decided, what not, and what happens next."""
     written = sum(outcome.written for outcome in outcomes)
     if as_json:
-        decided = [_outcome_json(outcome) for outcome in outcomes]
+        decided = [_outcome_json(outcome, lens) for outcome in outcomes]
         _print_json({"job": _job_json(info), "written": written, "decisions": decided})
         return
     for outcome in outcomes:
-        _print_line(_outcome_text(outcome))
+        _print_line(_outcome_text(outcome, lens))
     if not outcomes:
         print(f"no message of job {info.name!r} failed: nothing was decided")
     if written and info.running:
@@ -125,8 +127,8 @@ def show_outcomes(info: JobInfo, outcomes: Sequence[Outcome], as_json: bool) -> 
         print("run the job again to go on")
 
 
-def _outcome_text(outcome: Outcome) -> str:
-    question, answer = outcome.question, answer_text(answer_json(outcome.decision))
+def _outcome_text(outcome: Outcome, lens: Lens) -> str:
+    question, answer = outcome.question, answer_text(answer_json(outcome.decision, lens))
     call = f"call {question.call[:SHOWN_DIGITS]} " if question.call else "action "
     about = f"key {_cut(key_text(question.key), 40)}, message {question.message}, {call}{question.name}"
     if outcome.written:
@@ -134,8 +136,8 @@ def _outcome_text(outcome: Outcome) -> str:
     return f"already decided: {answer}, nothing changed; {about}"
 
 
-def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    question = question_json(outcome.question) | {"answer": answer_json(outcome.decision)}
+def _outcome_json(outcome: Outcome, lens: Lens) -> dict[str, Any]:
+    question = question_json(outcome.question) | {"answer": answer_json(outcome.decision, lens)}
     where = {"key": key_tree(outcome.question.key), "message": outcome.question.message}
     return where | question | {"written": outcome.written, "same": outcome.same}
 
@@ -161,21 +163,21 @@ def _about_what(target: str) -> str:
     return f"call number {numbers[0]}" + (f" in attempt {numbers[1]}" if kind == "resolve" else "")
 
 
-def _about(summary: MessageSummary) -> str:
+def _about(summary: MessageSummary, lens: Lens) -> str:
     """What is to be decided, in the words that the commands take, or why nothing can be."""
     if not summary.questions:
         return _cut(summary.reason or "", _CUT_LIST)
-    return "; ".join(_question_text(question, summary.reason) for question in summary.questions)
+    return "; ".join(_question_text(question, summary.reason, lens) for question in summary.questions)
 
 
-def _question_text(question: Question, reason: str | None) -> str:
+def _question_text(question: Question, reason: str | None, lens: Lens) -> str:
     if question.kind == "retry":
         text = _cut(reason or "", _CUT_LIST)
     elif question.kind == "signal":
         text = f"signal {question.name}"
     else:
         text = f"{(question.call or '')[:SHOWN_DIGITS]} {question.name}"
-    return f"{text} (decided: {answer_text(answer_json(question.decision))})" if question.decision else text
+    return f"{text} (decided: {answer_text(answer_json(question.decision, lens))})" if question.decision else text
 
 
 def _print_job(info: JobInfo) -> None:
