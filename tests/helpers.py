@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, RunnerContext, RunReport, action
-from dalsegno.core.records import Record, TaskActionState
+from dalsegno.core.records import OpenBody, Record, TaskActionState
 from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
 from dalsegno.stores.memory import MemoryStore
 from dalsegno.stores.sqlite import SqliteStore
@@ -41,6 +41,9 @@ class SpyStore(TaskActionStore):
         self.pruned: builtins.list[Covered] = []
         self.kept = 0
         self.most_kept = 0
+
+    def read_through(self, open_body: OpenBody | None) -> None:
+        self.inner.read_through(open_body)
 
     async def open(self, job: str, owner: str) -> None:
         if self.before_open is not None:

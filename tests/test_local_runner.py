@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -498,6 +499,21 @@ def test_a_function_that_fails_stops_the_job_and_gets_its_output_again(world: Wo
     run(world.runner(agent), messages(6), sink, key="k")
     assert [0, 2] in got
     assert sorted(tools.made) == list(range(6))
+
+
+def test_finished_messages_leave_no_cycles_for_the_garbage_collector(tools: Tools) -> None:
+    def garbage_after(count: int) -> int:
+        runner = LocalRunner(Scripted(counting(tools)), job="job", store="memory://")
+        gc.collect()
+        run(runner, messages(count), key="k")
+        return gc.collect()
+
+    gc.disable()
+    try:
+        garbage_after(20)  # what is made once
+        assert garbage_after(400) - garbage_after(100) < 300
+    finally:
+        gc.enable()
 
 
 def test_without_a_sink_outputs_are_dropped(world: World) -> None:

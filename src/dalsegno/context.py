@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 from dalsegno.effects import Effect
@@ -40,6 +41,7 @@ class ActionHost(Protocol):
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, /
     ) -> Any: ...
+    async def wait_for(self, name: str, limit: float | timedelta | None, /) -> Any: ...
     def send(self, event: Event, /) -> None: ...
 
 
@@ -150,3 +152,15 @@ class RunnerContext:
         """`durable_execute` for an action that is a plain ``def``: waits for the call and returns its result."""
         options = CallOptions(effect, reconcile, name)
         return self._host.call_from_thread(function, args, {**named, **(kwargs or {})}, options)
+
+    async def wait_for(self, name: str, *, timeout: float | timedelta | None = None) -> Any:  # noqa: ASYNC109  it is durable
+        """Wait until somebody sends the signal *name* to this message key, and return what they sent.
+
+        Sent by ``dalsegno signal JOB KEY NAME JSON`` or `LocalRunner.signal`, once: a second answer is refused. While
+        it waits, the message is set aside: it costs no memory, survives restarts, and other keys go on; later messages
+        of its key wait behind it. The action is replayed when the answer is there.
+
+        *timeout* is in seconds, counted from the first time that the action gets here. Raises `TimeoutError` when
+        nobody answered in time, and `DefinitionError` for a wrong name or timeout.
+        """
+        return await self._host.wait_for(name, timeout)

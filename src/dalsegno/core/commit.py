@@ -45,7 +45,8 @@ class GroupCommit:
 
     def append(self, record: Record) -> None:
         """Take *record*; it is durable when a later `barrier` returns. Raises `StoreError` after a failed write."""
-        self.check()
+        if self._failure is not None:
+            raise self._error()
         self._pending.append(record)
         self._pending_bytes += len(record.body)
         self.appended += 1

@@ -29,6 +29,9 @@ from dalsegno.core.records import CallState, Park, TaskActionState, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import DivergenceError
 
+# Looking a member up in its enumeration is slow.
+_NEW, _OPEN, _REQUESTED, _FAILED, _COMPLETED = CallStatus
+
 Append = Callable[[dict[str, Any]], None]
 """Takes the body of a record of this action task."""
 
@@ -49,9 +52,12 @@ class Journal:
     def __init__(self, recorded: TaskActionState | None, append: Append, describe: object) -> None:
         self._append = append
         self._describe = describe
-        self._groups = _group(recorded)
+        self._groups: list[list[CallState]] = []
         self._left_open: list[CallState] = []
-        self._next_number = 1 + max(recorded.calls, default=-1) if recorded else 0
+        self._next_number = 0
+        if recorded is not None and recorded.calls:
+            self._groups = _group(recorded.calls)
+            self._next_number = 1 + max(recorded.calls)
         self._occurrences: dict[tuple[str, str], int] = {}
         self._unannounced: dict[int, CallState] = {}
         self._pending_failures: dict[int, Call] = {}
@@ -74,7 +80,7 @@ class Journal:
         task of a group; *strand*, what makes the call, see `Call`.
         """
         state = self._match(name, arguments, args, kwargs, concurrent)
-        if state is not None and state.status is CallStatus.OPEN:
+        if state is not None and state.status is _OPEN:
             state.args, state.kwargs = args, kwargs  # only that it began is recorded
         if state is None:
             state = CallState(self._next_number, name, arguments, alone=alone, args=args, kwargs=kwargs)
@@ -89,7 +95,7 @@ class Journal:
         """The call starts without a record of its own; the next record of anything else mentions it."""
         state = call.state
         state.attempt += 1
-        if state.status is CallStatus.NEW:
+        if state.status is _NEW:
             self._unannounced[state.number] = state
 
     def request(self, call: Call, effect: str, answer: str | None = None) -> None:
@@ -104,7 +110,7 @@ class Journal:
         if answer is not None:
             body["answer"] = answer
         self._emit(body)
-        state.status = CallStatus.REQUESTED
+        state.status = _REQUESTED
 
     def complete(self, call: Call, result: Any, by: str | None = None) -> None:
         """Record that the call returned *result* (a codec tree), or that *by* tells that it did."""
@@ -113,7 +119,7 @@ class Journal:
         if by is not None:
             body["by"] = by
         self._emit(body)
-        call.state.status = CallStatus.COMPLETED
+        call.state.status = _COMPLETED
 
     def fail(self, call: Call, error: Any) -> None:
         """The call raised *error* (a codec tree): recorded when the action goes on, if it does."""
@@ -123,6 +129,9 @@ class Journal:
     def raised(self, call: Call, error: BaseException) -> None:
         """*error* is what the action gets for the failure of *call*."""
         self._raised.append((call.state, error))
+
+    def begun(self, attempt: int) -> None:
+        self._emit(new_body("begun") | {"attempt": attempt})
 
     def park(self, park: Park) -> None:
         body = new_body("parked") | {"reason": park.reason, "why": park.why}
@@ -137,15 +146,15 @@ class Journal:
         for state in [call.state for call in pending.values()] + [
             state for state, error in self._raised if state.unsure and id(error) in left
         ]:
-            if state.status in (CallStatus.REQUESTED, CallStatus.COMPLETED):
+            if state.status in (_REQUESTED, _COMPLETED):
                 self._emit(new_body("failed") | {"call": state.number, "error": state.error})
-                state.status = CallStatus.FAILED
+                state.status = _FAILED
 
     def check_complete(self) -> None:
         """At the end of the action: every recorded call was made again. Raises `DivergenceError` otherwise."""
         for group in self._groups:
             for state in group:
-                if state.status is not CallStatus.OPEN:
+                if state.status is not _OPEN:
                     raise DivergenceError(
                         f"{self._describe}: the record has the call {_show(state)}, but the action ended without "
                         f"making it. {_REMEDY}"
@@ -172,7 +181,7 @@ class Journal:
             if call.state.unsure:
                 body["unsure"] = True
             self._emit(body)
-            call.state.status = CallStatus.COMPLETED
+            call.state.status = _COMPLETED
 
     def _match(
         self, name: str, arguments: str, args: list[Any], kwargs: dict[str, Any], concurrent: bool
@@ -184,7 +193,7 @@ class Journal:
             found = _take(group, name, arguments) or _take(self._left_open, name, arguments)
             if found is not None:
                 return found
-            if any(state.status is not CallStatus.OPEN for state in group):
+            if any(state.status is not _OPEN for state in group):
                 break
             # Nothing that is left of the group has an answer, so the code need not make it again, as when a call
             # lost a race and was cancelled. If it does, it is found among these.
@@ -201,7 +210,7 @@ class Journal:
     def _outcome(self, state: CallState) -> dict[str, Any]:
         """The body of the record of an outcome, without the outcome."""
         self._unannounced.pop(state.number, None)
-        if state.status in (CallStatus.REQUESTED, CallStatus.FAILED):
+        if state.status is _REQUESTED or state.status is _FAILED:
             return new_body("completed") | {"call": state.number}
         return _request("called", state)
 
@@ -254,9 +263,9 @@ _REMEDY = (
 )
 
 
-def _group(recorded: TaskActionState | None) -> list[list[CallState]]:
+def _group(calls: dict[int, CallState]) -> list[list[CallState]]:
     groups: list[list[CallState]] = []
-    for _, state in sorted(recorded.calls.items()) if recorded else ():
+    for _, state in sorted(calls.items()):
         if state.alone or not groups:
             groups.append([])
         groups[-1].append(state)

@@ -11,16 +11,17 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dalsegno import effects
-from dalsegno.agent import ActionSpec, Agent
+from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
-from dalsegno.core import codec
+from dalsegno.core import codec, decisions
 from dalsegno.core.callee import Callee, check_options, describe
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.records import Park, Record, TaskActionState, dump_body, new_body
+from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, dump_body, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from dalsegno.core.executor import Message
 
 
+# Looking a member up in its enumeration is slow.
+_NEW, _COMPLETED = CallStatus.NEW, CallStatus.COMPLETED
+
 _CALLS_A_TURN = 32
 """Calls that an action may make in a row, if none of them waits, before others get their turn."""
 _TURNS = 100
@@ -54,6 +58,10 @@ class Unwind(BaseException):
 
 class Stopped(Exception):
     """The runner is stopping: the action was left at the boundary of a call and is replayed after the restart."""
+
+
+class SetAside(Exception):
+    """The message cannot go on now; the `park` of the action task says why."""
 
 
 class Log(Protocol):
@@ -82,8 +90,12 @@ class Environment:
     log: Log
     run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
     """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
+    clock: Callable[[], datetime]
+    """The present time, with its zone."""
     counters: Counters = field(default_factory=Counters)
     stopping: bool = False
+    decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
+    """What people decided, by key and id of the message: the body of each decision by its target."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
@@ -95,12 +107,45 @@ class Environment:
             await asyncio.sleep(0)
 
 
+class _Place:
+    """Where an action task stands: the place of its records, and what errors say of it."""
+
+    __slots__ = ("_action", "_environment", "_header", "_identity", "_message", "written")
+
+    def __init__(
+        self, environment: Environment, message: Message, identity: str, action: str, header: dict[str, Any] | None
+    ) -> None:
+        self._environment = environment
+        self._message = message
+        self._identity = identity
+        self._action = action
+        self._header = header
+        self.written = False
+
+    def __str__(self) -> str:
+        message = self._message
+        return f"job {self._environment.job!r}, key {message.key!r}, message {message.id!r}, action {self._action!r}"
+
+    def append(self, body: dict[str, Any]) -> None:
+        """Record *body*, with the header if it is the first of the action task."""
+        if self._header is not None:
+            body["task"] = self._header
+            self._header = None
+        self.written = True
+        message = self._message
+        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
+
+
 class ActionTask:
     """Runs one action for one event. *recorded* is what an earlier process recorded of it."""
 
     _short_term: MemoryTransaction | None = None
     _sensory: MemoryTransaction | None = None
     _verdict: Exception | None = None
+    park: Park | None = None
+    """Why the message has to be set aside, once that is known."""
+    until: datetime | None = None
+    """When it is to be taken up again, if nobody decides before."""
     _ended = False
     _in_flight = 0
     _idle: asyncio.Event | None = None
@@ -108,6 +153,7 @@ class ActionTask:
     """The task of the event loop that runs an async action itself."""
     _last_sequential = True
     _made = 0
+    _callee_owners: dict[str, object] | None = None
 
     def __init__(
         self,
@@ -122,22 +168,22 @@ class ActionTask:
         sensory: Node,
     ) -> None:
         self._environment = environment
+        self._loop = environment.loop
         self._agent = agent
         self._spec = spec
         self._message = message
-        self._identity = identity
-        self._header: dict[str, Any] | None = None if recorded else header
-        self._parked_before = recorded.parked if recorded else None
-        self._journal = Journal(recorded, self._append, self)
+        self.identity = identity
+        self._recorded = recorded
+        # Not this object itself: it would be in a cycle, and so would live until the garbage collector finds it.
+        self._place = _Place(environment, message, identity, spec.name, None if recorded else header)
+        self._journal = Journal(recorded, self._place.append, self._place)
         self._memory = memory
         self._sensory_memory = sensory
         self.sent: list[Any] = []
-        self._loop = environment.loop
         self._not_awaited: dict[int, str] = {}
-        self._callee_owners: dict[str, object] = {}
 
     def __str__(self) -> str:
-        return f"job {self.job!r}, key {self.key!r}, message {self.message_id!r}, action {self._spec.name!r}"
+        return str(self._place)
 
     @property
     def job(self) -> str:
@@ -159,7 +205,11 @@ class ActionTask:
             raise Stopped
         failure: BaseException | None = None
         try:
-            await self._run_function(event)
+            if self._spec.is_async:
+                self._strand = asyncio.current_task(self._loop)
+                await self._spec.function(self._agent, event, RunnerContext(self))
+            else:
+                await self._run_in_thread(event)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 self._ended = True
@@ -168,6 +218,8 @@ class ActionTask:
         self._ended = True  # what still runs beside it may end its call, but starts none
         if self._in_flight:
             await self._settle()
+        if self.park is not None:
+            self.set_aside(self.park)
         if self._verdict is not None:
             raise self._verdict
         if failure is not None:
@@ -180,6 +232,18 @@ class ActionTask:
                 )
             )
         self._journal.check_complete()
+
+    def set_aside(self, park: Park) -> None:
+        """Record that the message is set aside, unless that is already the last thing that the record says."""
+        self.park = park
+        known = self._recorded.parked if self._recorded is not None and not self._place.written else None
+        if park != known or park.why in COUNTED:
+            self._journal.park(park)
+
+    async def begin(self, attempt: int) -> None:
+        """Record, durably, that the message is begun once more after a crash, for the *attempt*-th time."""
+        self._journal.begun(attempt)
+        await self._environment.log.barrier()
 
     def commit(self, *, last: bool) -> tuple[Node, Node]:
         """Record that the action is done, *last* of its message; returns the message's two memories from now on."""
@@ -196,14 +260,9 @@ class ActionTask:
         self._journal.done(body)
         return memory, sensory
 
-    async def _run_function(self, event: Event) -> None:
-        context = RunnerContext(self)
-        if self._spec.is_async:
-            self._strand = asyncio.current_task(self._loop)
-            await self._spec.function(self._agent, event, context)
-            return
+    async def _run_in_thread(self, event: Event) -> None:
         returned = await self._environment.run_in_thread(
-            functools.partial(self._spec.function, self._agent, event, context)
+            functools.partial(self._spec.function, self._agent, event, RunnerContext(self))
         )
         if inspect.isawaitable(returned):
             if inspect.iscoroutine(returned):
@@ -269,6 +328,7 @@ class ActionTask:
         callee = describe(function)
         name = check_options(function, callee, args, kwargs, options)
         if options.name is None and inspect.ismethod(function):
+            self._callee_owners = self._callee_owners or {}
             owner = self._callee_owners.setdefault(name, function.__self__)
             if owner is not function.__self__ and owner != function.__self__:
                 raise DefinitionError(
@@ -339,14 +399,51 @@ class ActionTask:
             await self._stop_with(self._verdict)
         self._check_running()
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
-        try:
-            call = self._begin(name, digest, arguments, keywords)
-        except DivergenceError as error:
-            call = await self._begin_in_turn(name, digest, arguments, keywords, error)
-        if call.state.status is CallStatus.COMPLETED:
+        call = await self._match(name, digest, arguments, keywords)
+        if call.state.status is _COMPLETED:
             self._environment.counters.replayed += 1
             return self._replayed(call)
         return await self._perform(call, function, callee, options)
+
+    async def wait_for(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if not self._spec.is_async:
+            raise DefinitionError(
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
+                "to wait for a signal"
+            )
+        check_name(name, "the name of the signal in ctx.wait_for(...)")
+        seconds = _seconds(limit)
+        arguments, keywords, digest = _encode_arguments(WAIT, (name,), {})
+        call = await self._match(WAIT, digest, arguments, keywords)
+        state = call.state
+        if state.status is _COMPLETED:
+            self._environment.counters.replayed += 1
+            return self._replayed(call)
+        if state.status is _NEW:
+            if seconds is not None:
+                until = self._environment.clock() + timedelta(seconds=seconds)
+                state.kwargs = {"until": until.isoformat(timespec="milliseconds")}
+            self._journal.request(call, "idempotent")
+        decided = self._decision(decisions.signal_target(self.identity, state.number))
+        if isinstance(decided, decisions.Signalled):
+            self._environment.counters.executed += 1
+            self._journal.complete(call, decided.value, "signal")
+            return codec.from_tree(decided.value)
+        self.until = wait_limit(state)
+        if self.until is not None and self.until <= self._environment.clock():
+            self._environment.counters.executed += 1
+            failure = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            raise failure
+        self.park = Park(f"{self}: waits for the signal {name!r}", "waiting", state.number)
+        return await self._stop_with(SetAside())
+
+    async def _match(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
+        try:
+            return self._begin(name, digest, arguments, keywords)
+        except DivergenceError as error:
+            return await self._begin_in_turn(name, digest, arguments, keywords, error)
 
     async def _begin_in_turn(
         self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], divergence: DivergenceError
@@ -386,20 +483,22 @@ class ActionTask:
         return call
 
     async def _perform(self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions) -> Any:
-        new = call.state.status is CallStatus.NEW
-        effect = options.effect if new else _stricter(options.effect, call.state.effect)
-        in_doubt = effect == "once" and call.state.status in (CallStatus.OPEN, CallStatus.REQUESTED)
+        """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
         if self._environment.stopping:
             await self._stop_with(Stopped())
+        failure: Exception | None = None
+        verdict: Exception | None = None
         self._in_flight += 1
         try:
-            answer = None
-            if in_doubt or (effect == "once" and call.state.status is CallStatus.FAILED and options.reconcile):
-                settled = await self._reconcile(call, options)
-                if settled is not None:
-                    self._journal.complete(call, settled[0], "reconcile")
-                    return codec.from_tree(settled[0])
-                answer = "did_not_happen"
+            effect, answer = options.effect, None
+            if call.state.status is not _NEW:
+                effect = _stricter(effect, call.state.effect)
+                if effect == "once" and _may_have_happened(call.state.status, options):
+                    settled = await self._reconcile(call, options)
+                    if settled is not None:
+                        self._journal.complete(call, *settled)
+                        return codec.from_tree(settled[0])
+                    answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
             if effect == "read":
                 self._environment.log.check()
@@ -407,36 +506,33 @@ class ActionTask:
             else:
                 self._journal.request(call, effect, answer)
                 await self._environment.log.barrier()
-            return await self._execute(call, function, callee)
+            self._environment.counters.executed += 1
+            try:
+                return self._returned(call, await self._invoke(call, function, callee.is_async))
+            except Exception as error:
+                failure = self._failed(call, error)
+            except SystemExit as error:
+                # As an outcome it would end every replay; out of a task of the action it would end the event loop.
+                raise self._unrecordable(
+                    call,
+                    error,
+                    f"raised SystemExit({error.code!r}), which says nothing of its outcome; let it raise an ordinary "
+                    f"exception{raised_at(error)}",
+                ) from error
         except (StoreError, InDoubtError) as error:
-            verdict: Exception = error
+            verdict = error
         except _Unrecordable as error:
             verdict = error.reason
         finally:
             self._in_flight -= 1
             if not self._in_flight and self._idle is not None:
                 self._idle.set()
-        return await self._stop_with(verdict)
+        if verdict is not None:
+            await self._stop_with(verdict)
+        assert failure is not None
+        raise failure from failure.__cause__  # here, where nothing is being handled that would become its context
 
-    async def _execute(self, call: Call, function: Callable[..., Any], callee: Callee) -> Any:
-        """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
-        self._environment.counters.executed += 1
-        try:
-            result = await self._invoke(call, function, callee.is_async)
-        except Exception as error:
-            tree = codec.encode_exception(error)
-            self._journal.fail(call, tree)
-            decoded = codec.decode_exception(tree)
-            self._journal.raised(call, decoded)
-            raise decoded.with_traceback(error.__traceback__) from decoded.__cause__
-        except SystemExit as error:
-            # As an outcome it would end every replay; out of a task of the action it would end the event loop.
-            raise self._unrecordable(
-                call,
-                error,
-                f"raised SystemExit({error.code!r}), which says nothing of its outcome; let it raise an ordinary "
-                f"exception{raised_at(error)}",
-            ) from error
+    def _returned(self, call: Call, result: Any) -> Any:
         try:
             tree = codec.to_tree(result, root="result")
         except CodecError as error:
@@ -445,6 +541,13 @@ class ActionTask:
             ) from error
         self._journal.complete(call, tree)
         return codec.from_tree(tree)
+
+    def _failed(self, call: Call, error: Exception) -> Exception:
+        tree = codec.encode_exception(error)
+        self._journal.fail(call, tree)
+        decoded = codec.decode_exception(tree)
+        self._journal.raised(call, decoded)
+        return decoded.with_traceback(error.__traceback__)
 
     def _unrecordable(self, call: Call, error: BaseException, why: str) -> _Unrecordable:
         reason = ActionError(f"{self}: the call {call.state.name} {why}")
@@ -456,7 +559,7 @@ class ActionTask:
         state = call.state
         args = codec.from_tree(state.args)
         kwargs = codec.from_tree(state.kwargs) if state.kwargs else {}
-        token = effects.running.set(functools.partial(self._current_call, call))
+        token = effects.running.set(lambda: self._current_call(call))
         try:
             if is_async:
                 return await function(*args, **kwargs)
@@ -471,16 +574,23 @@ class ActionTask:
             self.job,
             self._message.key_bytes,
             self.message_id,
-            self._identity,
+            self.identity,
             state.name,
             state.arguments,
             call.occurrence,
         )
         return CurrentCall(self.job, state.name, state.attempt, key)
 
-    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any] | None:
-        """The recorded result, if the call happened; None if it did not. Raises `InDoubtError` if nobody can tell."""
-        where = f"{self}: the call {call.state.name} was requested before, and whether it happened is not recorded"
+    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any, str] | None:
+        """What a call that happened returned, and who says so; None if it did not happen.
+
+        Raises `InDoubtError` if nobody can tell.
+        """
+        state = call.state
+        decided = self._decision(decisions.resolve_target(self.identity, state.number, state.attempt))
+        if isinstance(decided, decisions.Resolved):
+            return (decided.result, "resolve") if decided.happened else None
+        where = f"{self}: the call {state.name} was requested before, and whether it happened is not recorded"
         if options.reconcile is None:
             raise self._in_doubt(
                 call,
@@ -495,7 +605,7 @@ class ActionTask:
             ) from error
         if isinstance(answer, Happened):
             try:
-                return (codec.to_tree(answer.result, root="result of reconcile"),)
+                return codec.to_tree(answer.result, root="result of reconcile"), "reconcile"
             except CodecError as error:
                 raise self._in_doubt(
                     call, f"{where}; what its reconcile returned cannot be recorded: {error}"
@@ -512,10 +622,14 @@ class ActionTask:
         )
 
     def _in_doubt(self, call: Call, reason: str) -> InDoubtError:
-        park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
-        if park != self._parked_before:
-            self._journal.park(park)
-        return InDoubtError(park.reason)
+        self.park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
+        return InDoubtError(self.park.reason)
+
+    def _decision(self, target: str) -> decisions.Answer | None:
+        """What somebody decided about *target*."""
+        made = self._environment.decisions.get((self._message.key_bytes, self.message_id))
+        body = made.get(target) if made else None
+        return decisions.load(target, body) if body is not None else None
 
     def _replayed(self, call: Call) -> Any:
         if call.state.error is not None:
@@ -524,12 +638,30 @@ class ActionTask:
             raise error from error.__cause__
         return codec.from_tree(call.state.result)
 
-    def _append(self, body: dict[str, Any]) -> None:
-        if self._header is not None:
-            body["task"] = self._header
-            self._header = None
-        message = self._message
-        self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
+
+WAIT = "dalsegno.wait_for"
+"""The name of the call that waits for a signal; its argument is the name of the signal."""
+
+
+def wait_limit(state: CallState) -> datetime | None:
+    """When a call that waits for a signal gives up."""
+    until = state.kwargs.get("until")
+    return datetime.fromisoformat(until) if until is not None else None
+
+
+def _seconds(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < _LONGEST:
+        raise DefinitionError(
+            f"ctx.wait_for(..., timeout={timeout!r}): give a number of seconds from 0 on or a timedelta, of less than "
+            "a hundred years, or leave it out to wait without a limit"
+        )
+    return float(seconds)
+
+
+_LONGEST = 100 * 365 * 86_400
 
 
 def _check_not_nested() -> None:
@@ -546,11 +678,18 @@ def _is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class _Unrecordable(Exception):
+class _Unrecordable(BaseException):
     """Carries the reason past the handlers that are for what the callee raises."""
 
     def __init__(self, reason: DalSegnoError) -> None:
         self.reason = reason
+
+
+def _may_have_happened(status: CallStatus, options: CallOptions) -> bool:
+    """Whether a call with effect ``once`` is in doubt; after a failure only if somebody can tell better."""
+    return status in (CallStatus.OPEN, CallStatus.REQUESTED) or (
+        status is CallStatus.FAILED and options.reconcile is not None
+    )
 
 
 def _stricter(declared: Effect, recorded: str) -> Effect:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, NamedTuple, Self
 
-from dalsegno.core.records import Record, TaskActionState
+from dalsegno.core.records import OpenBody, Record, TaskActionState
 from dalsegno.errors import StoreError
 
 
@@ -150,6 +150,17 @@ class TaskActionStore(ABC):
 
     persistent: ClassVar[bool] = True
     """Whether records outlive the process."""
+
+    open_body: OpenBody | None = None
+    """What reading methods give to `fold` with the records."""
+
+    def read_through(self, open_body: OpenBody | None) -> None:
+        """From now on *open_body* gives the plain bodies of the records that are read, None for plain ones.
+
+        Called by a store that wraps this one and puts bodies of another form into it, and never while anything is
+        read. A store that wraps another one and adds nothing to bodies hands it on.
+        """
+        self.open_body = open_body
 
     @abstractmethod
     async def open(self, job: str, owner: str) -> None:

@@ -92,10 +92,11 @@ class MemoryStore(TaskActionStore):
 
     async def get(self, key: bytes, task: str) -> TaskActionState | None:
         recorded = self._opened().records.get(key, {}).values()
-        return next(iter(fold(record for record in recorded if record.task == task)), None)
+        of_task = [record for record in recorded if record.task == task]
+        return next(iter(fold(of_task, self.open_body)), None)
 
     async def list(self, key: bytes) -> builtins.list[TaskActionState]:
-        return fold(self._opened().records.get(key, {}).values())
+        return fold(self._opened().records.get(key, {}).values(), self.open_body)
 
     async def prune(self, covered: Covered) -> PruneReport:
         job = self._owned()

@@ -85,12 +85,12 @@ class SqliteStore(TaskActionStore):
 
     async def get(self, key: bytes, task: str) -> TaskActionState | None:
         file, _, reader = self._opened()
-        states = await _run(reader, file.states, key, task)
+        states = await _run(reader, file.states, key, task, self.open_body)
         return states[0] if states else None
 
     async def list(self, key: bytes) -> builtins.list[TaskActionState]:
         file, _, reader = self._opened()
-        return await _run(reader, file.states, key)
+        return await _run(reader, file.states, key, None, self.open_body)
 
     async def prune(self, covered: Covered) -> PruneReport:
         removed = 0

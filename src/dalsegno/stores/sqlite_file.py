@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dalsegno.core.records import Record, TaskActionState, fold
+from dalsegno.core.records import OpenBody, Record, TaskActionState, fold
 from dalsegno.errors import FencedError, OwnershipError, StoreError
 from dalsegno.stores.base import Decision
 from dalsegno.stores.sqlite_schema import (
@@ -128,7 +128,7 @@ class JobFile:
         ).fetchone()
         return [numbered[int(number)] for number in numbers.split(",")] if numbers else []
 
-    def states(self, key: bytes, task: str | None = None) -> list[TaskActionState]:
+    def states(self, key: bytes, task: str | None, open_body: OpenBody | None) -> list[TaskActionState]:
         """The states of all action tasks of *key*, or of one."""
         statement, values = "SELECT n, message, task, body FROM records WHERE job = ? AND key = ?", [self._id, key]
         if task is not None:
@@ -137,7 +137,8 @@ class JobFile:
             rows = self._reader.execute(statement, values).fetchall()
         # Sorted here: SQLite would copy the bodies, into a file when they are large.
         rows.sort(key=itemgetter(0))
-        return fold(Record(key, string(message), string(task), body) for _, message, task, body in rows)
+        records = (Record(key, string(message), string(task), body) for _, message, task, body in rows)
+        return fold(records, open_body)
 
     def decisions(self, after: int) -> list[tuple[int, Decision]]:
         """The numbered decisions of the job after number *after*. Asked again and again, mostly for nothing."""

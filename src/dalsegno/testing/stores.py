@@ -296,6 +296,20 @@ class StoreSuite(ABC):
                         await read
                 assert len(await store.list(b"2")) == 1
 
+    @in_loop
+    async def test_bodies_of_another_form_are_read_through_what_opens_them(self, tmp_path: Path) -> None:
+        put = [step(key, "m", result=number) for number, key in enumerate((b"1", b"2"))]
+        async with self.opened(tmp_path) as store:
+            await store.put([record._replace(body=b"stored " + record.body) for record in put])
+            store.read_through(lambda record, where: record.body.removeprefix(b"stored "))
+            for key in (b"1", b"2"):
+                assert await store.list(key) == await store.claim(key) == states(put, key)
+                assert [await store.get(key, "task")] == states(put, key)
+            store.read_through(None)
+            for read in (store.list(b"1"), store.claim(b"1"), store.get(b"1", "task")):
+                with pytest.raises(RecordError, match="not JSON"):
+                    await read
+
     # --- pruning ---
 
     @in_loop
