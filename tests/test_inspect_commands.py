@@ -19,17 +19,21 @@ import pytest
 from rich.cells import cell_len
 
 from dalsegno import LocalRunner, RunnerContext
+from dalsegno.cipher import PayloadCipher, is_sealed
 from dalsegno.core import codec, decisions
-from dalsegno.core.decisions import WAIT_FOR, Resolved, Retried, Signalled
+from dalsegno.core.decisions import Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
+from dalsegno.core.task import WAIT
 from dalsegno.inspect import cli, commands
 from dalsegno.inspect.views import Lens, call_id
+from dalsegno.runners import pipeline
 from dalsegno.runners.local import default_store_path
 from dalsegno.stores.base import Decision
+from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 from dalsegno.testing.stores import ODD_KEYS, step
-from tests.helpers import Scripted, Tools, crashed, run
+from tests.helpers import PATIENCE, Scripted, Tools, crashed, run, until
 
 JOB = "shop"
 
@@ -108,7 +112,7 @@ def in_doubt(key: Any = "A", message: str = "0") -> Recorded:
 def waiting(key: Any = "W", message: str = "1", name: str = "approved") -> Recorded:
     return (
         Recorded(key, message)
-        .call("requested", 0, WAIT_FOR, name, kwargs={"until": "2026-12-01T00:00:00+00:00"})
+        .call("requested", 0, WAIT, name, kwargs={"until": "2026-12-01T00:00:00+00:00"})
         .step("parked", reason=f"waits for the signal {name!r}", why="waiting", call=0)
     )
 
@@ -725,7 +729,7 @@ def test_of_several_messages_that_wait_one_must_be_named(dalsegno: Command) -> N
 
 
 def test_two_waits_of_one_message_get_a_signal_each(dalsegno: Command) -> None:
-    both = waiting().call("requested", 1, WAIT_FOR, "approved")
+    both = waiting().call("requested", 1, WAIT, "approved")
     record(both)
     for value in (1, 2):
         assert dalsegno("signal", JOB, "W", "approved", str(value)).code == 0
@@ -746,7 +750,9 @@ def test_all_commands_look_through_the_lens(dalsegno: Command, monkeypatch: pyte
     def redact(tree: Any) -> Any:
         return json.loads(json.dumps(tree).replace(secret, "***"))
 
-    monkeypatch.setattr(commands, "_lens", lambda: Lens(decode=lambda record: record.body[::-1], redact=redact))
+    monkeypatch.setattr(
+        commands, "_lens", lambda names=(): Lens(decode=lambda record: record.body[::-1], redact=redact)
+    )
     shown = [
         dalsegno("resolve", JOB, doubt.id(1), "--happened", f'"{secret}"', *as_json) for as_json in ([], ["--json"])
     ]
@@ -780,8 +786,101 @@ def test_a_message_that_the_runner_parked_is_found_and_resolved(dalsegno: Comman
     (made,) = decided("real")
     assert isinstance(made, Resolved)
     assert (made.call, made.attempt, made.result) == (0, 1, "done")
-    # Deciding leaves the job as it was.
-    assert run(LocalRunner(Scripted(body), job="real"), ["A"]).messages in (0, 1)
+    outputs: list[Any] = []
+    assert run(LocalRunner(Scripted(body), job="real"), ["A"], outputs.append).parked == []
+    assert (outputs, tools.made) == (["done"], ["A"])
+
+
+def test_a_message_that_failed_is_retried_by_a_running_job(dalsegno: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_LISTEN_SECONDS", 0.01)
+    tools = Tools()
+    tools.fail_on["A"] = ValueError("card refused")
+    outputs: list[Any] = []
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        if value == "W":
+            return await ctx.wait_for("approved")
+        return await ctx.durable_execute(tools.call, value, effect="idempotent")
+
+    async def main() -> None:
+        runner = LocalRunner(Scripted(body), job="real", on_failure="park")
+        job = asyncio.create_task(runner.run_async(["A", "W"], outputs.append, key=lambda value: value, wait=True))
+        async with asyncio.timeout(PATIENCE):
+            await until(lambda: dalsegno("show", "real", "--state", "parked", "--json").out.count('"reason"') == 2)
+            del tools.fail_on["A"]
+            shown = dalsegno("retry", "real", "0")
+            assert f"the running job (pid {os.getpid()}) takes it up" in shown.out
+            await until(lambda: bool(outputs))
+            assert dalsegno("signal", "real", "W", "approved", '"yes"').code == 0
+            assert (await job).parked == []
+        assert dalsegno("retry", "real", "0").code == 1
+
+    asyncio.run(main())
+    assert outputs == ["done A", "yes"]
+    assert tools.made == ["A", "A"]
+
+
+class Backwards(PayloadCipher):
+    """Hides nothing from anybody who can read backwards."""
+
+    def encrypt(self, plain: bytes, bound_to: bytes) -> bytes:
+        return plain[::-1]
+
+    def decrypt(self, sealed: bytes, bound_to: bytes) -> bytes:
+        return sealed[::-1]
+
+
+def test_an_encrypted_job_is_seen_and_decided_with_its_cipher(dalsegno: Command) -> None:
+    doubt, failure = in_doubt(), failed()
+
+    async def main() -> None:
+        store = EncryptingStore(SqliteStore(default_store_path(JOB)), Backwards())
+        await store.open(JOB, "the test")
+        await store.put([*doubt.records, *failure.records])
+        await store.close()
+
+    asyncio.run(main())
+    Path("keys.py").write_text("from tests.test_inspect_commands import Backwards\ncipher = Backwards()\n")
+    with_cipher = ("--cipher", "keys:cipher")
+    assert dalsegno("runs").code == 0
+    listed = dalsegno("show", JOB, "--json")
+    assert [message["state"] for message in listed.json["messages"]] == ["encrypted"] * 2
+    for args in (("show", JOB, "0"), ("show", JOB, doubt.id(1)), ("retry", JOB, "2"), ("retry", JOB, "--all")):
+        shown = dalsegno(*args)
+        assert shown.code == 1
+        assert "is encrypted" in shown.err
+        assert "--cipher" in shown.err
+        assert dalsegno(*args, *with_cipher).code == 0
+    assert dalsegno("resolve", JOB, doubt.id(1), "--happened", "42").code == 1
+    assert dalsegno("resolve", JOB, doubt.id(1), "--happened", "42", *with_cipher).code == 0
+    assert "happened 42" in dalsegno("show", JOB, "0", *with_cipher).out
+    with SqliteStore(default_store_path(JOB)).inspect() as inspector:
+        assert all(is_sealed(made.body) for made in inspector.decisions(JOB))
+
+
+def test_an_encrypted_record_that_cannot_be_opened_hides_no_other(dalsegno: Command) -> None:
+    doubt = in_doubt()
+    record(failed())  # in clear, where all is to be encrypted
+
+    async def main() -> None:
+        store = EncryptingStore(SqliteStore(default_store_path(JOB)), Backwards())
+        await store.open(JOB, "the test")
+        await store.put(doubt.records)
+        await store.close()
+
+    asyncio.run(main())
+    Path("keys.py").write_text("from tests.test_inspect_commands import Backwards\ncipher = Backwards()\n")
+    listed = dalsegno("show", JOB, "--json", "--cipher", "keys:cipher").json["messages"]
+    assert [message["state"] for message in listed] == ["damaged", "in-doubt"]
+    assert dalsegno("resolve", JOB, doubt.id(1), "--did-not-happen", "--cipher", "keys:cipher").code == 0
+
+
+def test_secrets_are_not_shown(dalsegno: Command) -> None:
+    secret = Recorded("A", "0").call("called", 0, "f", kwargs={"password": "s3cr3t", "motto": "s3cr3t"}, result=1)
+    record(secret)
+    assert dalsegno("show", JOB, "0").out.count("s3cr3t") == 1
+    for args in (["0"], ["0", "--json"], [secret.id()]):
+        assert "s3cr3t" not in dalsegno("show", JOB, *args, "--redact", "motto").out
 
 
 def test_a_store_of_an_earlier_version_can_be_seen_and_asks_for_a_run(dalsegno: Command) -> None:

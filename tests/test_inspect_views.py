@@ -10,11 +10,13 @@ import orjson
 import pytest
 
 from dalsegno.core import codec
-from dalsegno.core.decisions import WAIT_FOR, Resolved, Retried, Signalled
+from dalsegno.core.decisions import Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
+from dalsegno.core.task import WAIT
 from dalsegno.errors import InspectError, RecordError
 from dalsegno.inspect.lookup import find_key, printable
+from dalsegno.inspect.redact import MARK, Redactor
 from dalsegno.inspect.views import Lens, MessageSummary, call_id, message_json, summarize, summary_json
 from dalsegno.stores.base import Decision
 from dalsegno.testing.stores import ODD_KEYS, ODD_TEXTS
@@ -54,7 +56,7 @@ def look(recorded: Sequence[Record], *decided: Decision) -> MessageSummary:
 
 
 DONE: tuple[str, dict[str, Any]] = ("done", {"last": True})
-WAIT = requested(0, WAIT_FOR, "approved", kwargs={"until": "2026-12-01T00:00:00+00:00"})
+WAITS = requested(0, WAIT, "approved", kwargs={"until": "2026-12-01T00:00:00+00:00"})
 
 
 @pytest.mark.parametrize(
@@ -67,13 +69,13 @@ WAIT = requested(0, WAIT_FOR, "approved", kwargs={"until": "2026-12-01T00:00:00+
         ([requested(), parked("in_doubt", 0)], "in-doubt", ["resolve"]),
         ([requested(), parked("in_doubt", 0), completed()], "in-flight", []),
         ([requested(), parked("in_doubt", 0), requested(attempt=2)], "in-flight", []),
-        ([requested(), parked("in_doubt", 0), called(1)], "in-doubt", ["resolve"]),
+        ([requested(), parked("in_doubt", 0), called(1)], "in-flight", []),
         ([requested(), requested(1), called(2), parked("in_doubt", 1)], "in-doubt", ["resolve", "resolve"]),
         ([requested(), ("failed", {"call": 0, "error": 1}), parked("in_doubt", 0)], "in-doubt", ["resolve"]),
-        ([WAIT], "waiting", ["signal"]),
-        ([WAIT, parked("waiting", 0)], "waiting", ["signal"]),
-        ([WAIT, parked("waiting", 0), completed()], "in-flight", []),
-        ([WAIT, parked("waiting", 0), completed(), DONE], "done", []),
+        ([WAITS], "waiting", ["signal"]),
+        ([WAITS, parked("waiting", 0)], "waiting", ["signal"]),
+        ([WAITS, parked("waiting", 0), completed()], "in-flight", []),
+        ([WAITS, parked("waiting", 0), completed(), DONE], "done", []),
         ([called(), parked("failed")], "failed", ["retry"]),
         ([parked("failed")], "failed", ["retry"]),
         ([parked("failed"), called()], "in-flight", []),
@@ -86,7 +88,7 @@ WAIT = requested(0, WAIT_FOR, "approved", kwargs={"until": "2026-12-01T00:00:00+
 def test_how_a_message_stands_and_what_can_be_decided(steps: list[Any], state: str, kinds: list[str]) -> None:
     summary = look(records(*steps))
     assert (summary.state, [question.kind for question in summary.questions]) == (state, kinds)
-    assert (summary.reason is None) is (state in ("in-flight", "done") or steps == [WAIT])
+    assert (summary.reason is None) is (state in ("in-flight", "done") or steps == [WAITS])
 
 
 def test_a_question_names_its_target_and_knows_its_answer() -> None:
@@ -98,7 +100,7 @@ def test_a_question_names_its_target_and_knows_its_answer() -> None:
     assert (second.target, second.decision) == ("resolve/t/1/3", made)
     assert (second.call, second.key, second.message) == (call_id(KEY, "m", "t", 1), KEY, "m")
 
-    (waiting,) = look(records(WAIT, parked("waiting", 0))).questions
+    (waiting,) = look(records(WAITS, parked("waiting", 0))).questions
     assert (waiting.target, waiting.name) == ("signal/t/0", "approved")
 
     for times in (1, 2, 3):
@@ -208,20 +210,17 @@ def test_nothing_is_shown_that_the_lens_takes_away() -> None:
 
 
 def test_the_value_of_a_memory_update_is_redacted_by_the_names_of_its_path() -> None:
-    def redact(tree: Any) -> Any:
-        if not isinstance(tree, dict):
-            return tree
-        return {name: "***" if name == "password" else redact(value) for name, value in tree.items()}
-
     for path, value, expected in (
-        (["password"], 1, "***"),
-        (["user", "password"], 1, "***"),
-        (["password", "old"], 1, "***"),
-        (["user"], {"password": 1, "name": 2}, {"password": "***", "name": 2}),
+        (["password"], 1, MARK),
+        (["user", "password"], 1, MARK),
+        (["password", "old"], 1, MARK),
+        (["user"], {"password": 1, "name": 2}, {"password": MARK, "name": 2}),
         (["user", "name"], 1, 1),
     ):
         update = {"op": "set", "path": path, "value": value}
-        shown = message_json(KEY, "m", records(called(), ("done", {"memory": [update]})), [], Lens(redact=redact))
+        shown = message_json(
+            KEY, "m", records(called(), ("done", {"memory": [update]})), [], Lens(redact=Redactor().redact)
+        )
         assert shown["tasks"][0]["memory"] == [update | {"value": expected}]
 
 

@@ -24,8 +24,6 @@ from dalsegno.core.codec import Tree
 from dalsegno.errors import RecordError
 
 FORMAT_VERSION = 1
-WAIT_FOR = "dalsegno.wait_for"
-"""The name of the calls that wait for a signal; their first argument is its name, ``until`` may limit the time."""
 
 
 class Resolved(NamedTuple):

@@ -214,8 +214,6 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
     if kind == "failed" and call.status is CallStatus.COMPLETED and not call.unsure:
         raise RecordError(f"{where}, call {number} ({call.name}): its outcome was final, but a failure follows it")
     call.status = advance(call.status, kind, f"{where}, call {number} ({call.name})")
-    if state.parked is not None and state.parked.call in (None, number):
-        state.parked = None  # it was taken up again
     if "args" in body:
         call.args, call.kwargs, call.effect = body["args"], body.get("kwargs", {}), body["effect"]
         call.attempt = body.get("attempt", 1)

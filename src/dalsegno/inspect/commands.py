@@ -16,7 +16,7 @@ import typer
 from dalsegno.errors import DalSegnoError, DefinitionError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dalsegno.inspect.decide import Outcome
     from dalsegno.inspect.views import Lens, MessageSummary
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
 Store = Annotated[str | None, typer.Option(help="URL of the store. [default: sqlite:///.dalsegno/JOB.db]")]
+Cipher = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Cipher of the job's payloads.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Key = Annotated[str | None, typer.Option(help="Key of the message: text, or a JSON value.")]
 KeyJson = Annotated[bool, typer.Option("--key-json", help="The key is JSON, where text has quotes.")]
@@ -39,6 +40,7 @@ class StateChoice(StrEnum):
     attempts = "attempts"
     in_flight = "in-flight"
     damaged = "damaged"
+    encrypted = "encrypted"
     done = "done"
 
 
@@ -83,23 +85,27 @@ def show(
     key_json: KeyJson = False,
     state: Annotated[StateChoice | None, typer.Option(help="Only messages in this state.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Messages that are listed.")] = 50,
+    redact: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Hide values of that name too; may be repeated.")
+    ] = None,
     store: Store = None,
+    cipher: Cipher = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what is recorded of a job, of one message or of one call."""
     from dalsegno.inspect import output
 
-    with closing(_inspector_of(job, store)) as inspector:
-        info = _info(inspector, job)
+    with closing(_inspector_of(job, store, cipher)) as inspector:
+        info, lens = _info(inspector, job), _lens(redact or ())
         of_key = _key(inspector, job, key, key_json)
         if what is None:
-            output.show_messages(info, _chosen(inspector, job, of_key, state), limit, _lens(), as_json)
+            output.show_messages(info, _chosen(inspector, job, of_key, state, lens), limit, lens, as_json)
         else:
-            _show_one(inspector, info, what, of_key, as_json)
+            _show_one(inspector, info, what, of_key, lens, as_json)
 
 
 def _chosen(
-    inspector: StoreInspector, job: str, key: bytes | None, state: StateChoice | None
+    inspector: StoreInspector, job: str, key: bytes | None, state: StateChoice | None, lens: Lens
 ) -> Iterator[MessageSummary]:
     from dalsegno.inspect.lookup import find_messages, perhaps_set_aside, summaries
     from dalsegno.inspect.views import SET_ASIDE, State
@@ -108,13 +114,15 @@ def _chosen(
     if key is not None:
         messages = find_messages(inspector, job, None, key)
     elif state is not None and State(state) in SET_ASIDE:
-        messages = perhaps_set_aside(inspector, job, _lens())
-    for summary in summaries(inspector, job, messages, _lens()):
+        messages = perhaps_set_aside(inspector, job, lens)
+    for summary in summaries(inspector, job, messages, lens):
         if state in (None, str(summary.state)) or (state == "parked" and summary.state in SET_ASIDE):
             yield summary
 
 
-def _show_one(inspector: StoreInspector, info: JobInfo, what: str, key: bytes | None, as_json: bool) -> None:
+def _show_one(
+    inspector: StoreInspector, info: JobInfo, what: str, key: bytes | None, lens: Lens, as_json: bool
+) -> None:
     from dalsegno.inspect import output
     from dalsegno.inspect.lookup import decisions_by_message, find_call, find_message, find_messages, looks_like_call
     from dalsegno.inspect.views import message_json
@@ -122,12 +130,12 @@ def _show_one(inspector: StoreInspector, info: JobInfo, what: str, key: bytes | 
     call = None
     # What is the id of a message is not taken for the digits of a call.
     if looks_like_call(what) and not find_messages(inspector, info.name, what, key):
-        place = find_call(inspector, info.name, what, _lens())
+        place = find_call(inspector, info.name, what, lens)
         call, which = place.call, (place.key, place.message)
     else:
         which = find_message(inspector, info.name, what, key)
     decided = decisions_by_message(inspector, info.name).get(which, [])
-    message = message_json(*which, inspector.records(info.name, *which), decided, _lens())
+    message = message_json(*which, inspector.records(info.name, *which), decided, lens)
     if call is None:
         output.show_message(info, message, as_json)
     else:
@@ -147,6 +155,7 @@ def resolve(
         bool, typer.Option("--did-not-happen", help="It did not happen, so it is made again.")
     ] = False,
     store: Store = None,
+    cipher: Cipher = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer whether a call in doubt happened."""
@@ -155,7 +164,7 @@ def resolve(
     if (happened is None) is not did_not_happen:
         raise DefinitionError("say either --happened JSON, with what the call returned, or --did-not-happen")
     result = None if happened is None else _tree(happened, "--happened")
-    with closing(_inspector_of(job, store)) as inspector:
+    with closing(_inspector_of(job, store, cipher)) as inspector:
         _end(inspector, job, [decide.resolve(inspector, job, call, happened is not None, result, _lens())], as_json)
 
 
@@ -166,6 +175,7 @@ def retry(
     key: Key = None,
     key_json: KeyJson = False,
     store: Store = None,
+    cipher: Cipher = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a message again that was set aside because it failed."""
@@ -173,7 +183,7 @@ def retry(
 
     if (message is None) is not every:
         raise DefinitionError("say which MESSAGE is to be run again, or --all")
-    with closing(_inspector_of(job, store)) as inspector:
+    with closing(_inspector_of(job, store, cipher)) as inspector:
         of_key = _key(inspector, job, key, key_json)
         if message is None:
             _end(inspector, job, list(decide.retry_all(inspector, job, of_key, _lens())), as_json)
@@ -189,13 +199,14 @@ def send_signal(
     message: Annotated[str | None, typer.Option(help="The message, if several of the key wait.")] = None,
     key_json: KeyJson = False,
     store: Store = None,
+    cipher: Cipher = None,
     as_json: AsJson = False,
 ) -> None:
     """Give a message the signal that it waits for."""
     from dalsegno.inspect import decide
 
     tree = _tree(value, "the value of the signal")
-    with closing(_inspector_of(job, store)) as inspector:
+    with closing(_inspector_of(job, store, cipher)) as inspector:
         of_key = _key(inspector, job, key, key_json)
         assert of_key is not None
         # An agent may act on a signal at once, so a second one is never taken for the first.
@@ -222,11 +233,12 @@ def _end(
 # --- what the arguments name ---
 
 
-def _lens() -> Lens:
-    """How bodies are read and payloads shown by all commands."""
-    from dalsegno.inspect.views import PLAIN
+def _lens(names: Sequence[str] = ()) -> Lens:
+    """How all commands show payloads: without what lies under the name of a secret, or one of *names*."""
+    from dalsegno.inspect.redact import Redactor
+    from dalsegno.inspect.views import Lens
 
-    return PLAIN
+    return Lens(redact=Redactor(names).redact)
 
 
 def _default_stores() -> list[str]:
@@ -235,27 +247,29 @@ def _default_stores() -> list[str]:
     return [f"sqlite:///{path}" for path in files]
 
 
-def _inspector_of(job: str, store: str | None) -> StoreInspector:
+def _inspector_of(job: str, store: str | None, cipher: str | None) -> StoreInspector:
     from dalsegno.runners.local import default_store_path
 
     if store is not None:
-        return _inspector(store)
+        return _inspector(store, cipher)
     path = default_store_path(job)
     if not path.exists():
         raise StoreError(
             f"there is no file {str(path)!r}, where job {job!r} has its records unless told otherwise: go to the folder"
             " that it is run in, or name its store with --store; 'dalsegno runs' lists the jobs of this folder"
         )
-    return _inspector(f"sqlite:///{path}")
+    return _inspector(f"sqlite:///{path}", cipher)
 
 
-def _inspector(url: str) -> StoreInspector:
+def _inspector(url: str, cipher: str | None = None) -> StoreInspector:
+    from dalsegno.inspect.cli import load_cipher
     from dalsegno.stores import open_store
+    from dalsegno.stores.encrypting import EncryptingStore
 
     store = open_store(url)
     if not store.persistent:
         raise DefinitionError(f"{url!r} is in the memory of the process that runs the job, so nobody can look into it")
-    return store.inspect()
+    return store.inspect() if cipher is None else EncryptingStore(store, load_cipher(cipher)).inspect()
 
 
 def _info(inspector: StoreInspector, job: str) -> JobInfo:

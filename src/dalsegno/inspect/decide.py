@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from dalsegno.cipher import needs_cipher
 from dalsegno.core import codec
 from dalsegno.core.codec import Tree
 from dalsegno.core.decisions import Answer, Resolved, Retried, Signalled, load, parse_target
 from dalsegno.errors import InspectError, RecordError
 from dalsegno.inspect.lookup import find_call, find_message, find_messages, key_text, perhaps_set_aside, some, summaries
-from dalsegno.inspect.views import PLAIN, SHOWN_DIGITS, Lens, Question
+from dalsegno.inspect.views import PLAIN, SHOWN_DIGITS, Lens, Question, State
 from dalsegno.stores.base import Decision, StoreInspector
 
 
@@ -113,6 +114,8 @@ def questions(
     if messages is None:
         messages = perhaps_set_aside(inspector, job, lens)
     for summary in summaries(inspector, job, messages, lens):
+        if summary.state is State.ENCRYPTED:
+            raise needs_cipher(f"message {summary.message!r} of job {job!r}")
         yield from (each for each in summary.questions if each.kind == kind)
 
 

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import orjson
 
+from dalsegno.cipher import is_sealed, needs_cipher
 from dalsegno.core import codec
-from dalsegno.core.decisions import WAIT_FOR
 from dalsegno.core.identity import key_bytes
-from dalsegno.errors import CodecError, InspectError
+from dalsegno.core.records import Record
+from dalsegno.core.task import WAIT
+from dalsegno.errors import CodecError, InspectError, RecordError
 from dalsegno.inspect.views import PLAIN, SHOWN_DIGITS, Lens, MessageSummary, call_id, summarize
 from dalsegno.stores.base import Decision, StoreInspector
 
 FEWEST_DIGITS = 4
 _SHOWN = 10
-_WAIT = WAIT_FOR.encode()
+_WAIT = WAIT.encode()
 
 
 class CallPlace(NamedTuple):
@@ -152,16 +155,29 @@ def _told_apart(call: str, ids: list[str]) -> str:
 
 def _calls(inspector: StoreInspector, job: str, lens: Lens) -> Iterator[CallPlace]:
     """Every call of the job, some more than once; what is damaged is passed over."""
-    for record in inspector.records(job):
+    for record in _records(inspector, job):
         try:
             body = orjson.loads(lens.decode(record))
             numbers = [open_call[0] for open_call in body.get("open", ())]
             numbers += [body["call"]] if body["kind"] != "parked" and "call" in body else []
         except (orjson.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError):
+            if is_sealed(record.body):
+                raise needs_cipher(f"the record of message {record.message!r} of job {job!r}") from None
             continue
         for number in numbers:
             place = (record.key, record.message, record.task, number)
             yield CallPlace(call_id(*place), *place)
+
+
+def _records(inspector: StoreInspector, job: str) -> Iterator[Record]:
+    """All records of the job, of all messages that can be read; some more than once."""
+    try:
+        yield from inspector.records(job)
+    except RecordError:
+        # One record that a cipher cannot open ends what goes through all of them.
+        for key, message in inspector.messages(job):
+            with suppress(RecordError):
+                yield from inspector.records(job, key, message)
 
 
 def summaries(
@@ -181,9 +197,9 @@ def summaries(
 def perhaps_set_aside(inspector: StoreInspector, job: str, lens: Lens = PLAIN) -> list[tuple[bytes, str]]:
     """The messages that may be set aside: all that are, and a few others. Far quicker than to look at each message."""
     found: dict[tuple[bytes, str], None] = {}
-    for record in inspector.records(job):
+    for record in _records(inspector, job):
         body = lens.decode(record)
-        if b'"parked"' in body or _WAIT in body:
+        if b'"parked"' in body or _WAIT in body or is_sealed(body):
             found[record.key, record.message] = None
     return list(found)
 

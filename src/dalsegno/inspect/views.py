@@ -13,11 +13,13 @@ from typing import Any
 
 import orjson
 
+from dalsegno.cipher import is_sealed
 from dalsegno.core import decisions as answers
 from dalsegno.core.codec import Tree
-from dalsegno.core.decisions import WAIT_FOR, Resolved, Retried, Signalled
+from dalsegno.core.decisions import Resolved, Retried, Signalled
 from dalsegno.core.identity import digest
-from dalsegno.core.records import CallState, Park, Record, TaskActionState, fold
+from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, fold
+from dalsegno.core.task import WAIT
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import RecordError
 from dalsegno.stores.base import Decision
@@ -31,7 +33,7 @@ class Lens:
     """How what is stored becomes what is shown."""
 
     decode: Callable[[Record], bytes] = lambda record: record.body
-    """The body of a record as JSON; where bodies are encrypted, it decrypts them."""
+    """The body of a record as JSON, where an inspector does not give it as such."""
     redact: Callable[[Tree], Tree] = lambda tree: tree
     """A payload without what is to be kept secret."""
 
@@ -53,6 +55,7 @@ class State(StrEnum):
     ATTEMPTS = "attempts"
     PARKED = "parked"
     DAMAGED = "damaged"
+    ENCRYPTED = "encrypted"
     DONE = "done"
 
 
@@ -105,11 +108,17 @@ def call_id(key: bytes, message: str, task: str, number: int) -> str:
 def summarize(
     key: bytes, message: str, records: Iterable[Record], decided: Sequence[Decision], lens: Lens = PLAIN
 ) -> MessageSummary:
-    """*decided* are the decisions about the message. A damaged record makes a damaged message, not an error."""
+    """*decided* are the decisions about the message.
+
+    A record that cannot be read makes a message that says so, not an error.
+    """
+    recorded: list[Record] = []
     try:
-        states = lens.states(records)
+        recorded.extend(records)
+        states = lens.states(recorded)
     except RecordError as error:
-        return MessageSummary(key, message, State.DAMAGED, 0, 0, str(error), ())
+        state = State.ENCRYPTED if any(is_sealed(record.body) for record in recorded) else State.DAMAGED
+        return MessageSummary(key, message, state, 0, 0, str(error), ())
     return _summary(key, message, states, decided)
 
 
@@ -148,14 +157,14 @@ def _questions(states: Sequence[TaskActionState], decided: dict[str, Decision]) 
                 continue
             identity = call_id(state.key, state.message, *where)
             yield Question(state.key, state.message, target, kind, name, identity, decided.get(target))
-        if state.parked is not None and state.parked.why in ("failed", "attempts"):
+        if state.parked is not None and state.parked.why in COUNTED:
             target = answers.retry_target(state.task, state.failures)
             yield Question(state.key, state.message, target, "retry", state.action, None, decided.get(target))
 
 
 def is_waiting(call: CallState) -> bool:
     """Whether *call* waits for a signal."""
-    return call.name == WAIT_FOR and call.status is CallStatus.REQUESTED
+    return call.name == WAIT and call.status is CallStatus.REQUESTED
 
 
 def signal_name(call: CallState) -> str:
@@ -244,6 +253,12 @@ def _task_json(state: TaskActionState, lens: Lens) -> dict[str, Any]:
     }
 
 
+def _update_json(update: dict[str, Any], lens: Lens) -> dict[str, Any]:
+    """A memory update; the lens sees its value beside its path, which is shown as it is."""
+    shown = lens.redact(update)
+    return shown | {"path": update["path"]} if isinstance(shown, dict) else {"op": update["op"], "path": update["path"]}
+
+
 def call_json(state: TaskActionState, call: CallState, lens: Lens = PLAIN) -> dict[str, Any]:
     """One call; it has ``result`` or ``error`` if that is recorded."""
     status = "waiting" if is_waiting(call) else "in-doubt" if is_in_doubt(state, call) else str(call.status)
@@ -262,19 +277,3 @@ def call_json(state: TaskActionState, call: CallState, lens: Lens = PLAIN) -> di
     elif call.status is CallStatus.COMPLETED:
         shown["result"] = lens.redact(call.result)
     return shown
-
-
-def _update_json(update: dict[str, Any], lens: Lens) -> dict[str, Any]:
-    """A memory update. Its value is redacted under the names of its path."""
-    if "value" not in update:
-        return dict(update)
-    names = [name for name in update["path"] if name != "$"]
-    tree = update["value"]
-    for name in reversed(names):
-        tree = {name: tree}
-    tree = lens.redact(tree)
-    for name in names:
-        if not isinstance(tree, dict) or name not in tree:
-            break  # what is under a name on the way is not shown at all
-        tree = tree[name]
-    return {**update, "value": tree}
