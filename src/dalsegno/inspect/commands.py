@@ -79,7 +79,7 @@ def runs(
 def show(
     job: Job,
     what: Annotated[
-        str | None, typer.Argument(metavar="[MESSAGE|CALL]", help="One message, or one call by its first digits.")
+        str | None, typer.Argument(metavar="MESSAGE|CALL", help="One message, or one call by its first digits.")
     ] = None,
     key: Key = None,
     key_json: KeyJson = False,
@@ -170,7 +170,7 @@ def resolve(
 
 def retry(
     job: Job,
-    message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="The message that failed.")] = None,
+    message: Annotated[str | None, typer.Argument(metavar="MESSAGE", help="The message that failed.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every message that failed.")] = False,
     key: Key = None,
     key_json: KeyJson = False,

@@ -182,7 +182,8 @@ def _question_text(question: Question, reason: str | None, lens: Lens) -> str:
 
 def _print_job(info: JobInfo) -> None:
     running = f"running, pid {info.pid} on {info.host}, since {info.since}" if info.running else "not running"
-    _print_line(f"job {info.name}: {running}; {info.messages:,} messages on record")
+    messages = "1 message" if info.messages == 1 else f"{info.messages:,} messages"
+    _print_line(f"job {info.name}: {running}; {messages} on record")
 
 
 def _print_message_head(info: JobInfo, message: dict[str, Any]) -> None:
