@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from dalsegno.core.records import Record
 from dalsegno.errors import DalSegnoError
-from dalsegno.stores.base import Covered, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, TaskActionStore
 from dalsegno.stores.memory import MemoryStore
 from dalsegno.stores.sqlite import SqliteStore
 from dalsegno.testing.stores import ODD_KEYS, ODD_TEXTS, step
@@ -38,6 +38,28 @@ async def outcome(operation: Awaitable[object]) -> object:
         return await operation
     except DalSegnoError as error:
         return type(error)
+
+
+def decided(store: TaskActionStore, job: str, decision: Decision) -> object:
+    with store.inspect() as outside:
+        try:
+            return outside.decide(job, decision)
+        except DalSegnoError as error:
+            return type(error)
+
+
+def seen(store: TaskActionStore) -> object:
+    """All that an outsider sees of all jobs, but for what is different in every store."""
+    with store.inspect() as outside:
+        return [
+            (
+                (info.name, info.epoch, info.owner, info.pid, info.host, info.pruned_through, info.running),
+                (info.messages, list(outside.messages(info.name))),
+                (list(outside.records(info.name)), outside.decisions(info.name)),
+                [list(outside.records(info.name, *which)) for which in list(outside.messages(info.name))[:3]],
+            )
+            for info in outside.jobs()
+        ]
 
 
 class SqliteAgainstTheModel(RuleBasedStateMachine):
@@ -95,6 +117,34 @@ class SqliteAgainstTheModel(RuleBasedStateMachine):
     @rule(checkpoint=st.integers(0, 2**63 - 1), messages=st.lists(MESSAGES, max_size=20))
     def prune(self, checkpoint: int, messages: list[tuple[bytes, str]]) -> None:
         self.both("prune", Covered(checkpoint, messages))
+
+    @rule(job=st.sampled_from(JOBS), message=MESSAGES, what=FEW_TEXTS)
+    def decide(self, job: str, message: tuple[bytes, str], what: str) -> None:
+        """From outside, of any job, whether it runs or not."""
+        self.number += 1
+        made = Decision(*message, what, b"%d" % self.number)
+        assert decided(self.store, job, made) == decided(self.model, job, made)
+
+    @rule(after=st.integers(0, 20))
+    def poll(self, after: int) -> None:
+        """Numbers are a store's own business, their order is not."""
+        self.compare_polled(0)
+        polled = self.run(self.store.decisions(0))
+        assert isinstance(polled, list)
+        if polled:
+            self.compare_polled(min(after, len(polled) - 1))
+
+    def compare_polled(self, place: int) -> None:
+        async def after(store: TaskActionStore) -> object:
+            everything = await store.decisions(0)
+            number = everything[place][0] if everything else 0
+            return [made for _, made in everything], [made for _, made in await store.decisions(number)]
+
+        assert self.run(after(self.store)) == self.run(after(self.model))
+
+    @rule()
+    def look_in(self) -> None:
+        assert seen(self.store) == seen(self.model)
 
     @rule()
     def compare(self) -> None:

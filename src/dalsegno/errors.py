@@ -11,6 +11,7 @@
     ├── InDoubtError             a call was requested, its outcome is unknown and nobody could tell
     ├── ActionError              an action failed; ``__cause__`` is what it raised
     ├── InputError               an input record cannot be read
+    ├── InspectError             what is looked for in a store is not there, is ambiguous, or is not to be decided
     ├── RestoreError             a checkpoint, its source, its sink and its store do not fit together
     └── StoreError               the task action store failed
         ├── OwnershipError       another process runs this job
@@ -60,6 +61,10 @@ class InputError(DalSegnoError):
 
 class RestoreError(DalSegnoError):
     """What a checkpoint needs to go on (source, sink, store) is not what it was."""
+
+
+class InspectError(DalSegnoError):
+    """What is looked for in a store is not there, is ambiguous, or is nothing that can be decided now."""
 
 
 class StoreError(DalSegnoError):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dalsegno.errors import DalSegnoError, DefinitionError, raised_at
+from dalsegno.inspect.commands import add_commands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,6 +244,9 @@ def demo(
     from dalsegno.demo.show import show_demo
 
     raise typer.Exit(show_demo(kills=kills, seed=seed, keep=keep, as_json=as_json))
+
+
+add_commands(app)
 
 
 def load_agent(spec: str) -> Agent:

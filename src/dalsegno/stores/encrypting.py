@@ -110,6 +110,7 @@ class EncryptingInspector(StoreInspector):
     def __init__(self, inner: StoreInspector, cipher: PayloadCipher) -> None:
         self._inner = inner
         self._cipher = cipher
+        self._known: dict[str, _Bound] = {}
 
     def jobs(self) -> Sequence[JobInfo]:
         return self._inner.jobs()
@@ -134,10 +135,11 @@ class EncryptingInspector(StoreInspector):
         self._inner.close()
 
     def _bound(self, job: str) -> _Bound:
-        known = {info.name: info.identity for info in self._inner.jobs()}
-        if job not in known:
-            raise unknown_job("the store", job, known)
-        return _Bound(self._cipher, job, known[job])
+        if job not in self._known:
+            self._known = {info.name: _Bound(self._cipher, info.name, info.identity) for info in self._inner.jobs()}
+        if job not in self._known:
+            raise unknown_job("the store", job, self._known)
+        return self._known[job]
 
 
 class _Bound:
