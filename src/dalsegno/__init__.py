@@ -5,8 +5,8 @@ failure, never done twice.
 
 What to read, in this order:
 
-* `dalsegno.agent`, `dalsegno.events`, `dalsegno.context`, `dalsegno.memory`, `dalsegno.effects`: what an agent is
-  written with.
+* `dalsegno.agent`, `dalsegno.events`, `dalsegno.context`, `dalsegno.memory`, `dalsegno.effects`, `dalsegno.retry`: what
+  an agent is written with.
 * `dalsegno.runners.local`: how it is run.
 * `dalsegno.core.executor` and `dalsegno.core.task`: how a message is run or played back; `dalsegno.core.journal`: how
   calls are matched with their record; `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is
@@ -17,7 +17,7 @@ What to read, in this order:
 
 from dalsegno.agent import Agent, action
 from dalsegno.context import RunnerContext
-from dalsegno.effects import DidNotHappen, Happened, Unknown, current_call
+from dalsegno.effects import DidNotHappen, Happened, IdempotencyKey, Unknown, current_call
 from dalsegno.errors import (
     ActionError,
     CodecError,
@@ -36,6 +36,7 @@ from dalsegno.errors import (
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import MemoryObject
 from dalsegno.registry import register
+from dalsegno.retry import RetryPolicy
 from dalsegno.runners.local import LocalRunner
 from dalsegno.runners.report import RunReport
 
@@ -52,6 +53,7 @@ __all__ = [
     "Event",
     "FencedError",
     "Happened",
+    "IdempotencyKey",
     "InDoubtError",
     "InputError",
     "InputEvent",
@@ -62,6 +64,7 @@ __all__ = [
     "OwnershipError",
     "RecordError",
     "RestoreError",
+    "RetryPolicy",
     "RunReport",
     "RunnerContext",
     "StoreError",
