@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from dalsegno import (
     Happened,
     InputEvent,
     OutputEvent,
+    RecordError,
     RetryPolicy,
     RunnerContext,
     Unknown,
     action,
     current_call,
 )
-from dalsegno.core.records import Record
+from dalsegno.core.records import CallState, Record, dump_body, fold
+from dalsegno.core.transitions import CallStatus
 from tests.helpers import STORES, Scripted, Tools, World, crash, crashed, for_ever, run, until
 from tests.virtual_time import VirtualTime
 
@@ -326,6 +329,41 @@ def test_a_reconcile_is_asked_before_each_further_attempt(world: World) -> None:
     run(world.runner(asks(flaky, reconcile=find)), ["a"], world.out)
     assert (flaky.attempts, asked) == ([1, 2], [1, 2])
     assert world.outputs() == ["it did after all"]
+
+
+FAILED = {
+    "v": 1,
+    "kind": "failed",
+    "task": {"action": "act", "event": "InputEvent", "sender": "", "index": 0, "content": "c"},
+    "call": 0,
+    "name": "ask",
+    "args_digest": "d",
+    "effect": "read",
+    "args": [],
+    "attempt": 1,
+    "error": None,
+    "retry_at": "2026-03-01T12:00:08+00:00",
+}
+
+
+def fold_failed(**changed: Any) -> CallState:
+    body = {name: value for name, value in (FAILED | changed).items() if value != "left out"}
+    (state,) = fold([Record(b"null", "0", "t", dump_body(body))])
+    return state.calls[0]
+
+
+def test_a_failed_attempt_may_be_the_first_record_of_a_call() -> None:
+    state = fold_failed()
+    assert (state.status, state.failures, state.attempt) == (CallStatus.FAILED, 1, 1)
+    assert state.retry_at == datetime(2026, 3, 1, 12, 0, 8, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"retry_at": "soon"}, {"retry_at": 5}, {"retry_at": "2026-03-01T12:00:08"}, {"name": "left out"}]
+)
+def test_a_damaged_record_of_a_failed_attempt_is_refused(damaged: Any) -> None:
+    with pytest.raises(RecordError):
+        fold_failed(**damaged)
 
 
 # --- what the action sees -------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from dalsegno.core.records import CallState, Park, TaskActionState, new_body
@@ -127,15 +128,15 @@ class Journal:
         call.state.error = error
         self._pending_failures[call.state.number] = call
 
-    def retry(self, call: Call, error: Any, retry_at: str) -> None:
-        """Record that an attempt raised *error* (a codec tree), and that the next one is due *retry_at*."""
+    def retry(self, call: Call, error: Any, retry_at: datetime) -> None:
+        """Record that an attempt raised *error* (a codec tree), and that the next one is due *retry_at*, in UTC."""
         state = call.state
         self._unannounced.pop(state.number, None)
         if state.status is _NEW or state.status is _OPEN:
             body = _request("failed", state)
         else:
             body = new_body("failed") | {"call": state.number}
-        self._emit(body | {"attempt": state.attempt, "error": error, "retry_at": retry_at})
+        self._emit(body | {"attempt": state.attempt, "error": error, "retry_at": retry_at.isoformat()})
         state.status = _FAILED
         state.failures += 1
         state.retry_at = retry_at

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import orjson
@@ -68,8 +69,8 @@ class CallState:
     """Whether the exception may still have been on its way out of the action when it was recorded."""
     failures: int = 0
     """How many attempts are recorded as failed."""
-    retry_at: str | None = None
-    """When the next attempt is due, in ISO 8601, if the last one failed and is to be tried again."""
+    retry_at: datetime | None = None
+    """When the next attempt is due, if the last one failed and is to be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +206,19 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
     elif "attempt" in body:
         call.attempt = body["attempt"]
     call.failures += kind == "failed"
-    call.retry_at = body.get("retry_at")
+    call.retry_at = _moment(body["retry_at"]) if "retry_at" in body else None
     if "error" in body:
         call.error, call.unsure = body["error"], body.get("unsure", False)
     elif call.status is CallStatus.COMPLETED:
         call.result, call.error = body["result"], None
     return call
+
+
+def _moment(text: str) -> datetime:
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone")
+    return moment
 
 
 def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:

@@ -591,7 +591,7 @@ class ActionTask:
         if retry is None or call.state.failures + 1 >= retry.attempts or not self._covers(call, error, retry):
             return self._failed(call, error)
         due = after(self._environment.clock, retry.wait(call.state.failures + 1))
-        self._journal.retry(call, codec.encode_exception(error), due.isoformat())
+        self._journal.retry(call, codec.encode_exception(error), due)
         return None
 
     def _covers(self, call: Call, error: Exception, retry: RetryPolicy) -> bool:
@@ -601,8 +601,8 @@ class ActionTask:
             why = f"raised {error!r}, and retry_on raised {type(mistake).__name__}: {mistake}{raised_at(mistake)}"
             raise self._unrecordable(call, mistake, why) from mistake
 
-    async def _wait_for_retry(self, due: str, retry: RetryPolicy) -> None:
-        await self._pause(datetime.fromisoformat(due), retry.longest_wait)
+    async def _wait_for_retry(self, due: datetime, retry: RetryPolicy) -> None:
+        await self._pause(due, retry.longest_wait)
         halt = self._halt()
         if halt is not None:
             raise _Unrecordable(halt)
