@@ -174,7 +174,7 @@ class RunnerContext:
         recorded; `DefinitionError` when the function has no stable name or an argument and an option share a name.
         """
         options = CallOptions(effect, reconcile, name, retry, timeout, idempotency_key)
-        return self._host.call(function, args, {**named, **(kwargs or {})}, options)
+        return self._host.call(function, args, {**named, **kwargs} if kwargs else named, options)
 
     def durable_execute_sync(
         self,
@@ -192,7 +192,7 @@ class RunnerContext:
     ) -> Any:
         """`durable_execute` for an action that is a plain ``def``: waits for the call and returns its result."""
         options = CallOptions(effect, reconcile, name, retry, timeout, idempotency_key)
-        return self._host.call_from_thread(function, args, {**named, **(kwargs or {})}, options)
+        return self._host.call_from_thread(function, args, {**named, **kwargs} if kwargs else named, options)
 
     def now(self) -> Coroutine[Any, Any, datetime]:
         """The present time in UTC, recorded: the same in every replay. Must be awaited, as all that follows."""

@@ -96,21 +96,20 @@ def check_options(
     """The name of the call. Raises `DefinitionError` for a wrong option, a missing name, an ambiguous argument."""
     if callee.colliding:  # first, since an argument taken for an option is nearly always a wrong option too
         _check_collisions(function, callee, args, kwargs, options)
-    if options.name is not None:
-        check_name(options.name, "durable_execute(..., name=...)")
-    if options.effect not in EFFECTS:
-        raise DefinitionError(f"effect={options.effect!r} is not one of {', '.join(map(repr, EFFECTS))}")
-    if options.reconcile is not None:
+    effect, reconcile, name, retry, timeout, idempotency_key = options  # at once, as this is done for every call
+    if name is not None:
+        check_name(name, "durable_execute(..., name=...)")
+    if effect not in EFFECTS:
+        raise DefinitionError(f"effect={effect!r} is not one of {', '.join(map(repr, EFFECTS))}")
+    if reconcile is not None:
         _check_reconcile(options)
-    if options.retry is not None and not isinstance(options.retry, RetryPolicy):
-        raise DefinitionError(
-            f"retry={options.retry!r} is no RetryPolicy: write retry=RetryPolicy(attempts=3), for example"
-        )
-    if options.timeout is not None:
-        _check_timeout(options.timeout)
-    if options.idempotency_key is not False:
+    if retry is not None and not isinstance(retry, RetryPolicy):
+        raise DefinitionError(f"retry={retry!r} is no RetryPolicy: write retry=RetryPolicy(attempts=3), for example")
+    if timeout is not None:
+        _check_timeout(timeout)
+    if idempotency_key is not False:
         _check_key_option(function, callee, options)
-    return options.name or callee.name or callable_name(function)
+    return name or callee.name or callable_name(function)
 
 
 def _check_reconcile(options: CallOptions) -> None:

@@ -461,9 +461,10 @@ class ActionTask:
         if call.state.status is _COMPLETED:
             self._environment.counters.replayed += 1
             return self._replayed(call)
-        if callee.marked or options.idempotency_key:
+        _, _, _, retry, _, wants_key = options
+        if wants_key or callee.marked:
             function = with_key(function, callee, options)
-        if options.retry is None:
+        if retry is None:
             return await self._perform(call, function, callee, options)
         while (outcome := await self._perform(call, function, callee, options)) is _AGAIN:
             pass
