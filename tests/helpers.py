@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, RunnerContext, RunReport, action
-from dalsegno.core.records import Record, TaskActionState
-from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+from dalsegno.core.records import OpenBody, Record, TaskActionState
+from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
 from dalsegno.stores.memory import MemoryStore
 from dalsegno.stores.sqlite import SqliteStore
 
@@ -41,6 +41,9 @@ class SpyStore(TaskActionStore):
         self.pruned: builtins.list[Covered] = []
         self.kept = 0
         self.most_kept = 0
+
+    def read_through(self, open_body: OpenBody | None) -> None:
+        self.inner.read_through(open_body)
 
     async def open(self, job: str, owner: str) -> None:
         if self.before_open is not None:
@@ -84,6 +87,12 @@ class SpyStore(TaskActionStore):
         self.pruned.append(covered)
         self.kept -= report.records
         return report
+
+    async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
+        return await self.inner.decisions(after)
+
+    def inspect(self) -> StoreInspector:
+        return self.inner.inspect()
 
     async def close(self) -> None:
         await self.inner.close()

@@ -495,7 +495,12 @@ def test_a_message_in_doubt_ends_the_run_with_3_and_is_listed(run: Command, monk
     assert re.search(r"waiting behind a parked message +2$", result.out, re.MULTILINE)
     assert f"parked: key 'k0', message 0: {reason}" in result.out
     assert "and 2 more parked messages" in result.out
-    assert json.loads(run("--json").out)["parked"][0] == {"key": "k0", "message_id": "0", "reason": reason}
+    assert json.loads(run("--json").out)["parked"][0] == {
+        "key": "k0",
+        "message_id": "0",
+        "reason": reason,
+        "why": "in_doubt",
+    }
 
 
 def test_sigterm_ends_the_run_cleanly_with_143_and_it_goes_on_later(run: Command) -> None:

@@ -28,6 +28,7 @@ import pytest
 
 from dalsegno import (
     ActionError,
+    AesGcmCipher,
     Agent,
     DivergenceError,
     Event,
@@ -676,6 +677,44 @@ def test_f32_records_are_text_and_loading_one_runs_and_imports_nothing(world: Wo
     with pytest.raises(Exception, match="damaged"):
         run(world.runner(calls(tools, "a", "b")), [1], world.out)
     assert not ran.exists()
+
+
+def stored(world: World) -> bytes:
+    """Every byte that the store and the checkpoints keep."""
+    records = [record.body for job in world.jobs.values() for kept in job.records.values() for record in kept.values()]
+    return b"".join([*records, *(path.read_bytes() for path in world.folder.glob("*.db*"))])
+
+
+@pytest.mark.parametrize("way", ["encrypted", "fetched by the callee", "neither"])
+def test_f33_with_the_documented_ways_an_injected_secret_is_not_in_the_store_and_replay_works(
+    world: World, tools: Tools, way: str
+) -> None:
+    secret = "sk-injected-and-hidden-from-the-model"
+    used: list[str] = []
+
+    def search(question: str, api_key: str) -> str:
+        used.append(api_key)
+        return f"answer to {question}"
+
+    def search_by_itself(question: str) -> str:
+        return search(question, secret)
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        if way == "fetched by the callee":
+            answer = await ctx.durable_execute(search_by_itself, value, name="search")
+        else:
+            answer = await ctx.durable_execute(search, value, api_key=secret, name="search")
+        return [answer, await ctx.durable_execute(tools.call, "end", effect="idempotent")]
+
+    cipher = AesGcmCipher(bytes(32)) if way == "encrypted" else None
+    tools.hang_on.add("end")
+    crashed(world.runner(Scripted(body), cipher=cipher), ["q"], world.out, when=lambda: "end" in tools.hanging)
+    tools.hang_on.clear()
+    assert (b"answer to" in stored(world)) is (way != "encrypted")
+    assert (secret.encode() in stored(world)) is (way == "neither")
+    run(world.runner(Scripted(body), cipher=cipher), ["q"], world.out)
+    assert world.outputs() == [["answer to q", "done end"]]
+    assert used == [secret]
 
 
 # --- stores ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "dalsegno"
 
-_BASE = "errors registry effects events memory agent context retry recorded"
+_BASE = "errors registry effects events memory agent context cipher retry recorded"
 _ALL = f"{_BASE} core stores runners"
 
 # What each part may import besides itself; "core.records" is that module alone, "dalsegno" the package's public names.
@@ -22,6 +22,7 @@ ALLOWED = {
     for part, allowed in {
         "errors": "",
         "registry": "errors",
+        "cipher": "errors",
         "effects": "errors registry events memory",
         "events": "errors registry effects memory",
         "memory": "errors registry effects events",
@@ -30,7 +31,7 @@ ALLOWED = {
         "retry": "errors",
         "recorded": "",
         "core": _BASE,
-        "stores": "errors registry core.records core.codec core.identity",
+        "stores": "errors registry cipher core.records core.codec core.identity",
         "runners": f"{_BASE} core stores",
         "flink": f"{_BASE} core stores",
         "integrations": f"dalsegno {_BASE} core",

@@ -18,7 +18,7 @@ import pytest
 
 from dalsegno.core.records import Record
 from dalsegno.errors import OwnershipError, RecordError, StoreError
-from dalsegno.stores import sqlite, sqlite_file
+from dalsegno.stores import sqlite, sqlite_file, sqlite_schema
 from dalsegno.stores.base import Covered
 from dalsegno.stores.sqlite import SqliteStore
 from dalsegno.testing.stores import in_loop, states, step
@@ -225,7 +225,7 @@ def test_threads_with_jobs_of_their_own_create_the_same_file(tmp_path: Path) -> 
 
 
 def test_a_file_that_another_process_is_creating_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create, tries = sqlite_file._create, 0
+    create, tries = sqlite_schema.create, 0
 
     def busy_at_first(connection: sqlite3.Connection, place: Path) -> None:
         nonlocal tries
@@ -236,7 +236,7 @@ def test_a_file_that_another_process_is_creating_is_waited_for(path: Path, monke
             raise error
         create(connection, place)
 
-    monkeypatch.setattr(sqlite_file, "_create", busy_at_first)
+    monkeypatch.setattr(sqlite_file, "create", busy_at_first)
     asyncio.run(_touch(path))
     assert tries == 3
 
@@ -359,7 +359,7 @@ def _foreign_application(path: Path) -> None:
     [
         (_foreign, "of something else.*1 tables"),
         (_foreign_application, "of something else.*0x4d2"),
-        (_newer, "schema version 99; this version of dalsegno reads up to 1"),
+        (_newer, "schema version 99; this version of dalsegno reads up to 2"),
         (_text_file, "not an SQLite database"),
     ],
 )
@@ -384,7 +384,7 @@ def test_a_folder_or_a_file_in_the_way(tmp_path: Path) -> None:
 def test_an_empty_file_becomes_a_store(path: Path) -> None:
     path.touch()
     asyncio.run(_touch(path))
-    assert query(path, "PRAGMA application_id") == [(sqlite_file.APPLICATION_ID,)]
+    assert query(path, "PRAGMA application_id") == [(sqlite_schema.APPLICATION_ID,)]
 
 
 @in_loop
@@ -553,14 +553,14 @@ async def test_no_statement_reads_the_records_of_other_keys(path: Path) -> None:
         await store.get(b"1", "task")
         await store.prune(Covered(1, [(b"1", "m"), (b"2", "m"), (b"1", "n")]))
     planned = [statement for statement in statements if statement.startswith(("SELECT", "DELETE", "UPDATE"))]
-    assert len(planned) == 5
+    assert len(planned) == 6
     searches = []
     for statement in planned:
         plan = [row[3] for row in query(path, f"EXPLAIN QUERY PLAN {statement}")]
         assert not [detail for detail in plan if "SCAN records" in detail or "SCAN jobs" in detail], (statement, plan)
         searches += [detail for detail in plan if "(job=? AND key=? AND message=?)" in detail]
-    # Nor does pruning read the other messages of its keys.
-    assert len(searches) == 1
+    # Nor does pruning read the other messages of its keys, or their decisions.
+    assert len(searches) == 2
 
 
 @in_loop
@@ -590,11 +590,11 @@ async def test_what_is_kept_is_bounded(path: Path) -> None:
                 assert (await store.prune(Covered(number, covered))).records == 500
                 assert await store.keys() == []
                 sizes.append(path.stat().st_size)
-                assert log.stat().st_size <= sqlite_file.LOG_BYTES
-        await store.put([step(b"1", "large", result="x" * (2 * sqlite_file.LOG_BYTES))])
+                assert log.stat().st_size <= sqlite_schema.LOG_BYTES
+        await store.put([step(b"1", "large", result="x" * (2 * sqlite_schema.LOG_BYTES))])
         for number in range(3):
             await store.put([step(b"1", f"small{number}")])
-        assert log.stat().st_size <= sqlite_file.LOG_BYTES
+        assert log.stat().st_size <= sqlite_schema.LOG_BYTES
     assert max(sizes[5:]) <= 1.2 * sizes[4] + 100_000
     assert query(path, "SELECT count(*) FROM records") == [(4,)]
     # The lock of the job stays, as an empty file.

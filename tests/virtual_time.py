@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -23,9 +23,14 @@ class VirtualTime:
         """Whether waits never end."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-        environment = functools.partial(Environment, clock=lambda: self.present, sleep=self._sleep)
-        monkeypatch.setattr("dalsegno.runners.local.Environment", environment)
+        monkeypatch.setattr("dalsegno.runners.local.Environment", self._environment)
         return self
+
+    def _environment(self, *args: Any) -> Environment:
+        environment = Environment(*args)
+        environment.clock = lambda: self.present
+        environment.sleep = self._sleep
+        return environment
 
     def advance(self, seconds: float) -> None:
         self.present += timedelta(seconds=seconds)

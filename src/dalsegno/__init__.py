@@ -11,11 +11,12 @@ What to read, in this order:
 * `dalsegno.core.executor` and `dalsegno.core.task`: how a message is run or played back; `dalsegno.core.journal`: how
   calls are matched with their record; `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is
   durable.
-* `dalsegno.stores.base`: the contract of a store.
+* `dalsegno.stores.base`: the contract of a store; `dalsegno.cipher`: encryption of what is kept.
 * `dalsegno.runners.pipeline`: checkpoints, backpressure, order per key.
 """
 
 from dalsegno.agent import Agent, action
+from dalsegno.cipher import AesGcmCipher, PayloadCipher
 from dalsegno.context import RunnerContext
 from dalsegno.effects import DidNotHappen, Happened, IdempotencyKey, Unknown, current_call
 from dalsegno.errors import (
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActionError",
+    "AesGcmCipher",
     "Agent",
     "CodecError",
     "DalSegnoError",
@@ -62,6 +64,7 @@ __all__ = [
     "MemoryPathError",
     "OutputEvent",
     "OwnershipError",
+    "PayloadCipher",
     "RecordError",
     "RestoreError",
     "RetryPolicy",

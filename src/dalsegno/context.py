@@ -51,6 +51,7 @@ class ActionHost(Protocol):
     def uuid(self) -> Coroutine[Any, Any, UUID]: ...
     def sleep(self, duration: float | timedelta, /) -> Coroutine[Any, Any, None]: ...
     async def gather(self, items: Sequence[Any], limit: int | None, /) -> list[Any]: ...
+    async def wait_for(self, name: str, limit: float | timedelta | None, /) -> Any: ...
     def send(self, event: Event, /) -> None: ...
 
 
@@ -221,3 +222,15 @@ class RunnerContext:
         those in flight are cancelled and the others never begin.
         """
         return await self._host.gather(calls, limit)
+
+    async def wait_for(self, name: str, *, timeout: float | timedelta | None = None) -> Any:  # noqa: ASYNC109  it is durable
+        """Wait until somebody sends the signal *name* to this message key, and return what they sent.
+
+        Sent by ``dalsegno signal JOB KEY NAME JSON`` or `LocalRunner.signal`, once: a second answer is refused. While
+        it waits, the message is set aside: it costs no memory, survives restarts, and other keys go on; later messages
+        of its key wait behind it. The action is replayed when the answer is there.
+
+        *timeout* is in seconds, counted from the first time that the action gets here. Raises `TimeoutError` when
+        nobody answered in time, and `DefinitionError` for a wrong name or timeout.
+        """
+        return await self._host.wait_for(name, timeout)

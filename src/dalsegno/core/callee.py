@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 from dalsegno.agent import check_name
@@ -34,19 +35,24 @@ class Callee:
     """The parameter that ``idempotency_key=True`` is for."""
 
 
-_known: dict[tuple[Any, type | None], Callee] = {}
+_known: dict[Any, Callee] = {}
+"""By function, or by the function and the class of a method."""
 
 
 def describe(function: Callable[..., Any]) -> Callee:
     """The `Callee` of *function*, remembered for functions that live as long as their module."""
-    target, owner = function, None
-    if inspect.ismethod(function):
-        target, owner = function.__func__, type(function.__self__)
-    if not inspect.isfunction(target) or "<" in target.__qualname__:  # <locals> and <lambda> come anew each time
+    if type(function) is MethodType:
+        target: Any = function.__func__
+        key: Any = (target, type(function.__self__))
+    else:
+        key = target = function
+    if type(target) is not FunctionType:
         return _describe(function)
-    known = _known.get((target, owner))
+    known = _known.get(key)
     if known is None:
-        known = _known[target, owner] = _describe(function)
+        known = _describe(function)
+        if "<" not in target.__qualname__:  # <locals> and <lambda> come anew each time
+            _known[key] = known
     return known
 
 

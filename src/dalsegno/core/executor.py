@@ -3,8 +3,9 @@
 The actions of a message run one after the other: those of the input event first, then those of each event in the order
 in which it was sent. A recorded action is not run: its memory updates are applied and its events are sent again.
 
-A message yields `Finished` when all of its actions are done, or `Parked` when a call is in doubt; everything else is an
-exception. Nothing leaves here: outputs and memory go to the runner, which waits until the record is durable.
+A message yields `Finished` when all of its actions are done, or `Parked` when it cannot go on until somebody decides or
+its time has come; everything else is an exception. Nothing leaves here: outputs and memory go to the runner, which
+waits until the record is durable.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from dalsegno.agent import ActionSpec, Agent
 from dalsegno.core import codec
+from dalsegno.core.decisions import retry_target, signal_target
 from dalsegno.core.identity import fingerprint, key_bytes, task_id
-from dalsegno.core.records import TaskActionState
-from dalsegno.core.task import ActionTask, Environment
-from dalsegno.errors import DivergenceError, InDoubtError
+from dalsegno.core.records import Park, TaskActionState
+from dalsegno.core.task import ActionTask, Environment, SetAside, wait_limit
+from dalsegno.errors import ActionError, DivergenceError, InDoubtError
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import EMPTY, MemoryTransaction, Node
 
@@ -53,9 +56,10 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The message was set aside; *reason* says why and what to do."""
+    """The message is set aside, until *until* at most."""
 
-    reason: str
+    park: Park
+    until: datetime | None = None
 
 
 @dataclass(slots=True)
@@ -86,12 +90,22 @@ _STEPS_A_TURN = 16
 class Executor:
     """Runs messages of one agent in one environment; holds no state of any message."""
 
-    def __init__(self, agent: Agent, environment: Environment) -> None:
+    def __init__(
+        self, agent: Agent, environment: Environment, *, park_failures: bool = False, max_attempts: int | None = None
+    ) -> None:
         self._agent = agent
         self._environment = environment
+        self._park_failures = park_failures
+        self._max_attempts = max_attempts
 
-    async def run(self, message: Message, memory: Node, history: Sequence[TaskActionState]) -> Finished | Parked:
+    async def run(
+        self, message: Message, memory: Node, history: Sequence[TaskActionState], *, mark: bool = False
+    ) -> Finished | Parked:
         """Run or play back *message* over the key's *memory* as it was before it.
+
+        With *mark* it is recorded, before anything of it runs, that the message is begun once more, so that one that
+        ends the process is known by that. With *max_attempts*, it is parked when it was begun as often as that, the
+        first time, which nobody marked, included.
 
         Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits *history*,
         `StoreError` when something could not be recorded, and `Stopped` when the environment is stopping.
@@ -102,9 +116,13 @@ class Executor:
             self._check_content(message, content, history)
             if any(state.last for state in history):
                 return self._play_back(run, history)
+            held = self._held(message, history)
+            if held is not None:
+                return held
         for spec in self._agent.handlers(InputEvent):
             run.due.append(_Step(spec, InputEvent(input=codec.from_tree(message.tree)), "", 0))
         left = deque(history)
+        task: ActionTask | None = None
         header = {"content": content}
         steps = 0
         try:
@@ -112,16 +130,59 @@ class Executor:
                 step = run.due.popleft()
                 task = self._task(run, step, left, header)
                 if task is not None:
+                    if mark:
+                        await self._mark(task, history)
+                        mark = False
                     await task.run(step.event)
                     self._commit(run, task, left)
                 header = {}
                 steps += 1
                 if steps % _STEPS_A_TURN == 0:
                     await self._environment.give_way()
-        except InDoubtError as error:
-            return Parked(str(error))
+        except (InDoubtError, SetAside, ActionError) as error:
+            return self._parked(task, error)
         self._check_all_due(message, left)
         return Finished(run.memory, run.outputs)
+
+    def _held(self, message: Message, history: Sequence[TaskActionState]) -> Parked | None:
+        """Whether the message stays set aside as its record says, because nothing that it waits for has happened.
+
+        One with a call in doubt is taken up at each start: its reconcile may be able to tell now.
+        """
+        decided = self._environment.decisions.get((message.key_bytes, message.id), {})
+        for state in history:
+            park = state.parked
+            if park is None or park.why == "in_doubt":
+                continue
+            if park.why != "waiting":
+                return None if retry_target(state.task, state.failures) in decided else Parked(park)
+            until = wait_limit(state.calls[park.call]) if park.call in state.calls else None
+            if until is not None and until <= self._environment.clock():
+                return None
+            return None if signal_target(state.task, park.call or 0) in decided else Parked(park, until)
+        return None
+
+    async def _mark(self, task: ActionTask, history: Sequence[TaskActionState]) -> None:
+        begun = max((state.begun for state in history), default=0)
+        failures = max((state.failures for state in history), default=0)
+        # The first time is not marked; each time that it is parked and retried allows for one more.
+        if self._max_attempts is not None and begun + 1 >= self._max_attempts + failures:
+            reason = (
+                f"{task}: the message was begun {begun + 1} times, and each time the process ended before the message "
+                "did; see what it does to the process, then retry it"
+            )
+            task.set_aside(Park(reason.encode(errors="backslashreplace").decode(), "attempts"))
+            raise SetAside
+        await task.begin(begun + 1)
+
+    def _parked(self, task: ActionTask | None, error: Exception) -> Parked:
+        """The message is set aside for *error*; raises it if the job is to stop."""
+        if task is None or (isinstance(error, ActionError) and not self._park_failures):
+            raise error
+        if isinstance(error, ActionError):
+            task.set_aside(Park(str(error).encode(errors="backslashreplace").decode(), "failed"))
+        assert task.park is not None
+        return Parked(task.park, task.until)
 
     def _check_content(self, message: Message, content: str, history: Sequence[TaskActionState]) -> None:
         recorded = next((state.content for state in history if state.content), None)

@@ -145,6 +145,9 @@ class Journal:
         """*error* is what the action gets for the failure of *call*."""
         self._raised.append((call.state, error))
 
+    def begun(self, attempt: int) -> None:
+        self._emit(new_body("begun") | {"attempt": attempt})
+
     def park(self, park: Park) -> None:
         body = new_body("parked") | {"reason": park.reason, "why": park.why}
         if park.call is not None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from dalsegno.errors import DefinitionError
 
 Clock = Callable[[], datetime]
-"""Gives the present moment in UTC, with its time zone."""
+"""Gives the present moment, with its time zone."""
 Sleep = Callable[[float], Awaitable[None]]
 """Waits that many seconds."""
 
@@ -56,8 +56,8 @@ class Pauses:
 
 
 def after(clock: Clock, seconds: float) -> datetime:
-    """The moment that is *seconds* from now."""
-    return clock() + timedelta(seconds=seconds)
+    """The moment that is *seconds* from now, in UTC."""
+    return clock().astimezone(UTC) + timedelta(seconds=seconds)
 
 
 def seconds_of(duration: object, where: str) -> float:

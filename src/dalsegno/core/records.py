@@ -10,7 +10,8 @@ completed   its outcome, a result or the exception that the action caught
 called      both in one, for a `read` call, which needs no record before it starts
 failed      an attempt raised, and another one is due or the exception left the action; not final. Of a `read` call
             that has no record yet it also holds what ``requested`` does
-parked      the message was set aside, see `Park`; nothing else changes
+parked      the message is set aside, see `Park`, until anything else is recorded
+begun       after a crash: the message is begun once more, for the how-manieth time
 done        the action task is done: its memory updates and output events; ``last`` ends the message
 =========== ===================================================================================================
 
@@ -18,18 +19,20 @@ The first record of an action task also carries its header ``task``: the action,
 for the input event the fingerprint of the message's content. Any record may carry ``open``: calls that were in flight
 when it was written and have no record of their own yet.
 
-The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing.
+The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing. Where it
+is stored in another form, encrypted for one, an `OpenBody` gives the JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import orjson
 
+from dalsegno.cipher import is_sealed, needs_cipher
 from dalsegno.core.transitions import CallStatus, advance
 from dalsegno.errors import RecordError
 
@@ -47,6 +50,10 @@ class Record(NamedTuple):
     message: str
     task: str
     body: bytes
+
+
+OpenBody = Callable[[Record, str], bytes]
+"""Gives the JSON of a record's body; raises `RecordError` if it cannot. The text is what messages call the record."""
 
 
 @dataclass(slots=True)
@@ -86,6 +93,10 @@ class Park:
     """The number of the call in doubt, or of the wait."""
 
 
+COUNTED = ("failed", "attempts")
+"""Why a message is parked until it is retried; each time is another question."""
+
+
 @dataclass(slots=True)
 class TaskActionState:
     """What is recorded of one action task: the fold of its records."""
@@ -106,6 +117,10 @@ class TaskActionState:
     done: bool = False
     last: bool = False
     parked: Park | None = None
+    begun: int = 0
+    """How often the message was begun after a crash, as far as that was recorded."""
+    failures: int = 0
+    """How often the message was parked because this action failed, or did not come to an end."""
 
 
 def new_body(kind: str) -> dict[str, Any]:
@@ -120,10 +135,11 @@ def encode_body(kind: str, fields: dict[str, Any]) -> bytes:
     return dump_body(new_body(kind) | fields)
 
 
-def fold(records: Iterable[Record]) -> list[TaskActionState]:
+def fold(records: Iterable[Record], open_body: OpenBody | None = None) -> list[TaskActionState]:
     """The states of the action tasks of *records*, in the order of their first record.
 
-    Raises `RecordError` for a record that is damaged, too new, or does not fit what is recorded before it.
+    *open_body* gives the JSON of each body, where that is not what is stored. Raises `RecordError` for a record that is
+    damaged, too new, or does not fit what is recorded before it.
     """
     states: dict[tuple[bytes, str, str], TaskActionState] = {}
     for record in records:
@@ -131,7 +147,7 @@ def fold(records: Iterable[Record]) -> list[TaskActionState]:
         state = states.get(identity)
         if state is None:
             state = states[identity] = TaskActionState(*identity)
-        _apply(state, record)
+        _apply(state, record, open_body)
     return list(states.values())
 
 
@@ -143,11 +159,11 @@ def by_message(states: Iterable[TaskActionState]) -> dict[str, list[TaskActionSt
     return messages
 
 
-def _apply(state: TaskActionState, record: Record) -> None:
+def _apply(state: TaskActionState, record: Record, open_body: OpenBody | None) -> None:
     where = (
         f"record of key {record.key.decode(errors='replace')}, message {record.message!r}, action task {record.task!r}"
     )
-    body = _load(record, where)
+    body = _load(record, where, open_body)
     try:
         if "task" in body:
             _header(state, body["task"])
@@ -159,6 +175,7 @@ def _apply(state: TaskActionState, record: Record) -> None:
             raise RecordError(f"{where}: a {body['kind']!r} record follows the end of its action task")
         for number, name, arguments, alone in body.get("open", ()):
             _call(state, "open", {"call": number, "name": name, "args_digest": arguments, "alone": alone}, where)
+        state.parked = None
         _KINDS[body["kind"]](state, body, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(
@@ -166,10 +183,13 @@ def _apply(state: TaskActionState, record: Record) -> None:
         ) from error
 
 
-def _load(record: Record, where: str) -> dict[str, Any]:
+def _load(record: Record, where: str, open_body: OpenBody | None) -> dict[str, Any]:
+    # Messages show the body as it is stored: what is encrypted there stays so.
     try:
-        body: Any = orjson.loads(record.body)
+        body: Any = orjson.loads(record.body if open_body is None else open_body(record, where))
     except orjson.JSONDecodeError as error:
+        if open_body is None and is_sealed(record.body):
+            raise needs_cipher(where) from None
         raise RecordError(f"{where} is damaged, it is not JSON ({error}): {record.body[:200]!r}") from error
     version = body.get("v") if isinstance(body, dict) else None
     if not isinstance(body, dict) or not isinstance(version, int):
@@ -227,10 +247,15 @@ def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:
 
 def _parked(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.parked = Park(body["reason"], body.get("why", "in_doubt"), body.get("call"))
+    state.failures += state.parked.why in COUNTED
+
+
+def _begun(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    state.begun = body["attempt"]
 
 
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
-    state.done, state.last, state.parked = True, body.get("last", False), None
+    state.done, state.last = True, body.get("last", False)
     state.short_term = body.get("memory", [])
     state.sensory = body.get("sensory", [])
     state.events = body.get("events", [])
@@ -242,10 +267,6 @@ _KINDS = {
     "called": _outcome,
     "failed": _outcome,
     "parked": _parked,
+    "begun": _begun,
     "done": _done,
 }
-
-
-def uncovered(records: Sequence[Record], covered: set[tuple[bytes, str]]) -> list[Record]:
-    """*records* without those of the covered messages."""
-    return [record for record in records if (record.key, record.message) not in covered]

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from uuid import UUID
 
 from dalsegno import effects, recorded
-from dalsegno.agent import ActionSpec, Agent
+from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
-from dalsegno.core import codec
+from dalsegno.core import codec, decisions
 from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
 from dalsegno.core.pauses import Pauses, after, seconds_of
-from dalsegno.core.records import Park, Record, TaskActionState, dump_body, new_body
+from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, dump_body, new_body
 from dalsegno.core.time_limit import OutOfTime, Watched, in_time
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
@@ -55,7 +55,6 @@ _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
 _POLL_SECONDS = 0.01
-_utc_now: Callable[[], datetime] = functools.partial(datetime.now, UTC)
 _AGAIN = object()
 """In place of an outcome: the attempt failed, and another one is due."""
 
@@ -66,6 +65,10 @@ class Unwind(BaseException):
 
 class Stopped(Exception):
     """The runner is stopping: the action was left at the boundary of a call and is replayed after the restart."""
+
+
+class SetAside(Exception):
+    """The message cannot go on now; the `park` of the action task says why."""
 
 
 class Log(Protocol):
@@ -94,24 +97,21 @@ class Environment:
     log: Log
     run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
     """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
+    clock: Callable[[], datetime]
+    """The present time, with its zone."""
     counters: Counters = field(default_factory=Counters)
-    clock: Callable[[], datetime] = _utc_now
+    stopping: bool = False
+    decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
+    """What people decided, by key and id of the message: the body of each decision by its target."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     pauses: Pauses = field(default_factory=Pauses)
-    _stopping: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
-
-    @stopping.setter
-    def stopping(self, stopping: bool) -> None:
-        """Once it is true no call starts, and none is waited for that is only due later."""
-        self._stopping = stopping
-        if stopping:
-            self.pauses.cut()
+    def stop(self) -> None:
+        """From now on no call starts, and none is waited for that is only due later."""
+        self.stopping = True
+        self.pauses.cut()
 
     async def give_way(self) -> None:
         """Let the event loop do other things, and wait if more is to be recorded than the store keeps up with."""
@@ -124,7 +124,7 @@ class Environment:
 class _Place:
     """Where an action task stands: the place of its records, and what errors say of it."""
 
-    __slots__ = ("_action", "_environment", "_header", "_identity", "_message")
+    __slots__ = ("_action", "_environment", "_header", "_identity", "_message", "written")
 
     def __init__(
         self, environment: Environment, message: Message, identity: str, action: str, header: dict[str, Any] | None
@@ -134,6 +134,7 @@ class _Place:
         self._identity = identity
         self._action = action
         self._header = header
+        self.written = False
 
     def __str__(self) -> str:
         message = self._message
@@ -144,6 +145,7 @@ class _Place:
         if self._header is not None:
             body["task"] = self._header
             self._header = None
+        self.written = True
         message = self._message
         self._environment.log.append(Record(message.key_bytes, message.id, self._identity, dump_body(body)))
 
@@ -154,6 +156,10 @@ class ActionTask:
     _short_term: MemoryTransaction | None = None
     _sensory: MemoryTransaction | None = None
     _verdict: Exception | None = None
+    park: Park | None = None
+    """Why the message has to be set aside, once that is known."""
+    until: datetime | None = None
+    """When it is to be taken up again, if nobody decides before."""
     _ended = False
     _in_flight = 0
     _idle: asyncio.Event | None = None
@@ -229,6 +235,8 @@ class ActionTask:
             self._environment.pauses.cut(self)
         if self._in_flight:
             await self._settle()
+        if self.park is not None:
+            self.set_aside(self.park)
         if self._verdict is not None:
             raise self._verdict
         if failure is not None:
@@ -241,6 +249,18 @@ class ActionTask:
                 )
             )
         self._journal.check_complete()
+
+    def set_aside(self, park: Park) -> None:
+        """Record that the message is set aside, unless that is already the last thing that the record says."""
+        self.park = park
+        known = self._recorded.parked if self._recorded is not None and not self._place.written else None
+        if park != known or park.why in COUNTED:
+            self._journal.park(park)
+
+    async def begin(self, attempt: int) -> None:
+        """Record, durably, that the message is begun once more after a crash, for the *attempt*-th time."""
+        self._journal.begun(attempt)
+        await self._environment.log.barrier()
 
     def commit(self, *, last: bool) -> tuple[Node, Node]:
         """Record that the action is done, *last* of its message; returns the message's two memories from now on."""
@@ -341,7 +361,7 @@ class ActionTask:
         return self._recorded_call("now", self._tell_time)
 
     async def _tell_time(self) -> datetime:
-        return self._environment.clock()
+        return self._environment.clock().astimezone(UTC)
 
     def random(self) -> Coroutine[Any, Any, float]:
         return self._recorded_call("random", recorded.random_number)
@@ -454,21 +474,53 @@ class ActionTask:
             await self._stop_with(self._verdict)
         self._check_running()
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
-        try:
-            call = self._begin(name, digest, arguments, keywords)
-        except DivergenceError as error:
-            call = await self._begin_in_turn(name, digest, arguments, keywords, error)
+        call = await self._match(name, digest, arguments, keywords)
         if call.state.status is _COMPLETED:
             self._environment.counters.replayed += 1
             return self._replayed(call)
-        _, _, _, retry, _, wants_key = options
-        if wants_key or callee.marked:
-            function = with_key(function, callee, options)
-        if retry is None:
+        if options.retry is None and not (callee.marked or options.idempotency_key):
             return await self._perform(call, function, callee, options)
-        while (outcome := await self._perform(call, function, callee, options)) is _AGAIN:
-            pass
-        return outcome
+        return await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
+
+    async def wait_for(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if not self._spec.is_async:
+            raise DefinitionError(
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
+                "to wait for a signal"
+            )
+        check_name(name, "the name of the signal in ctx.wait_for(...)")
+        seconds = _seconds(limit)
+        arguments, keywords, digest = _encode_arguments(WAIT, (name,), {})
+        call = await self._match(WAIT, digest, arguments, keywords)
+        state = call.state
+        if state.status is _COMPLETED:
+            self._environment.counters.replayed += 1
+            return self._replayed(call)
+        if state.status is _NEW:
+            if seconds is not None:
+                until = self._environment.clock() + timedelta(seconds=seconds)
+                state.kwargs = {"until": until.isoformat(timespec="milliseconds")}
+            self._journal.request(call, "idempotent")
+        decided = self._decision(decisions.signal_target(self.identity, state.number))
+        if isinstance(decided, decisions.Signalled):
+            self._environment.counters.executed += 1
+            self._journal.complete(call, decided.value, "signal")
+            return codec.from_tree(decided.value)
+        self.until = wait_limit(state)
+        if self.until is not None and self.until <= self._environment.clock():
+            self._environment.counters.executed += 1
+            failure = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            raise failure
+        self.park = Park(f"{self}: waits for the signal {name!r}", "waiting", state.number)
+        return await self._stop_with(SetAside())
+
+    async def _match(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
+        try:
+            return self._begin(name, digest, arguments, keywords)
+        except DivergenceError as error:
+            return await self._begin_in_turn(name, digest, arguments, keywords, error)
 
     async def _begin_in_turn(
         self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], divergence: DivergenceError
@@ -507,6 +559,13 @@ class ActionTask:
         self._last_sequential = sequential
         return call
 
+    async def _perform_in_attempts(
+        self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions
+    ) -> Any:
+        while (outcome := await self._perform(call, function, callee, options)) is _AGAIN:
+            pass
+        return outcome
+
     async def _perform(self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions) -> Any:
         """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
         if self._environment.stopping:
@@ -524,7 +583,7 @@ class ActionTask:
                 if effect == "once" and _may_have_happened(call.state.status, options):
                     settled = await self._reconcile(call, options)
                     if settled is not None:
-                        self._journal.complete(call, settled[0], "reconcile")
+                        self._journal.complete(call, *settled)
                         return codec.from_tree(settled[0])
                     answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
@@ -543,7 +602,7 @@ class ActionTask:
                 if effect == "once":
                     settled = await self._settle_late(call, options, late)
                     if settled is not None:
-                        self._journal.complete(call, settled[0], "reconcile")
+                        self._journal.complete(call, *settled)
                         return codec.from_tree(settled[0])
                 failure = self._failed_or_due(call, late.error, options.retry)
             except Exception as error:
@@ -650,7 +709,7 @@ class ActionTask:
             self._invoke(call, watched or function, callee.is_async), seconds, call.state.name, watched
         )
 
-    async def _settle_late(self, call: Call, options: CallOptions, late: OutOfTime) -> tuple[Any] | None:
+    async def _settle_late(self, call: Call, options: CallOptions, late: OutOfTime) -> tuple[Any, str] | None:
         """`_reconcile` for a call that was cut off by its time limit."""
         if late.runs:
             raise self._in_doubt(
@@ -677,9 +736,16 @@ class ActionTask:
         )
         return CurrentCall(self.job, state.name, attempt, key)
 
-    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any] | None:
-        """The recorded result, if the call happened; None if it did not. Raises `InDoubtError` if nobody can tell."""
-        where = f"{self}: the call {call.state.name} was requested before, and whether it happened is not recorded"
+    async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any, str] | None:
+        """What a call that happened returned, and who says so; None if it did not happen.
+
+        Raises `InDoubtError` if nobody can tell.
+        """
+        state = call.state
+        decided = self._decision(decisions.resolve_target(self.identity, state.number, state.attempt))
+        if isinstance(decided, decisions.Resolved):
+            return (decided.result, "resolve") if decided.happened else None
+        where = f"{self}: the call {state.name} was requested before, and whether it happened is not recorded"
         if options.reconcile is None:
             raise self._in_doubt(
                 call,
@@ -694,7 +760,7 @@ class ActionTask:
             ) from error
         if isinstance(answer, Happened):
             try:
-                return (codec.to_tree(answer.result, root="result of reconcile"),)
+                return codec.to_tree(answer.result, root="result of reconcile"), "reconcile"
             except CodecError as error:
                 raise self._in_doubt(
                     call, f"{where}; what its reconcile returned cannot be recorded: {error}"
@@ -711,10 +777,14 @@ class ActionTask:
         )
 
     def _in_doubt(self, call: Call, reason: str) -> InDoubtError:
-        park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
-        if self._recorded is None or park != self._recorded.parked:
-            self._journal.park(park)
-        return InDoubtError(park.reason)
+        self.park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
+        return InDoubtError(self.park.reason)
+
+    def _decision(self, target: str) -> decisions.Answer | None:
+        """What somebody decided about *target*."""
+        made = self._environment.decisions.get((self._message.key_bytes, self.message_id))
+        body = made.get(target) if made else None
+        return decisions.load(target, body) if body is not None else None
 
     def _replayed(self, call: Call) -> Any:
         if call.state.error is not None:
@@ -722,6 +792,31 @@ class ActionTask:
             self._journal.raised(call, error)
             raise error from error.__cause__
         return codec.from_tree(call.state.result)
+
+
+WAIT = "dalsegno.wait_for"
+"""The name of the call that waits for a signal; its argument is the name of the signal."""
+
+
+def wait_limit(state: CallState) -> datetime | None:
+    """When a call that waits for a signal gives up."""
+    until = state.kwargs.get("until")
+    return datetime.fromisoformat(until) if until is not None else None
+
+
+def _seconds(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < _LONGEST:
+        raise DefinitionError(
+            f"ctx.wait_for(..., timeout={timeout!r}): give a number of seconds from 0 on or a timedelta, of less than "
+            "a hundred years, or leave it out to wait without a limit"
+        )
+    return float(seconds)
+
+
+_LONGEST = 100 * 365 * 86_400
 
 
 def _check_not_nested() -> None:

@@ -17,7 +17,7 @@ import sys
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dalsegno.agent import Agent
+    from dalsegno.cipher import PayloadCipher
     from dalsegno.runners.local import LocalRunner
     from dalsegno.runners.report import OnProgress, Progress, RunReport
     from dalsegno.runners.sinks import Sink
@@ -51,6 +52,13 @@ class BadInputChoice(StrEnum):
 
     stop = "stop"
     skip = "skip"
+    park = "park"
+
+
+class OnFailureChoice(StrEnum):
+    """What happens to a message whose action raises."""
+
+    stop = "stop"
     park = "park"
 
 
@@ -137,6 +145,18 @@ def run(
     on_bad_input: Annotated[
         BadInputChoice, typer.Option(help="What to do with a record that cannot be read.")
     ] = BadInputChoice.stop,
+    cipher: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:NAME", help="Cipher of the job's payloads, or a function that returns it."),
+    ] = None,
+    on_failure: Annotated[
+        OnFailureChoice, typer.Option(help="What to do when an action raises: stop the job, or park the message.")
+    ] = OnFailureChoice.stop,
+    max_attempts: Annotated[
+        int | None,
+        typer.Option(min=3, help="Park a message during which the process was killed that often. [default: never]"),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Do not end while a message waits for a signal.")] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Messages that are processed at a time.")] = 64,
     checkpoint_interval: Annotated[float, typer.Option(min=0.01, help="Seconds between checkpoints.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
@@ -155,13 +175,16 @@ def run(
             checkpoints=checkpoints,
             max_in_flight=max_in_flight,
             checkpoint_interval=checkpoint_interval,
+            on_failure=on_failure.value,
+            max_attempts=max_attempts,
+            cipher=None if cipher is None else load_cipher(cipher),
         )
         opened_source, opened_sink = open_source(source), open_sink(sink)
         if isinstance(opened_sink, JsonLinesSink):
             _check_apart(opened_sink.path, source, runner)
             opened_sink = JsonLinesSink(sink, append=append)
         with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
-            report = _run_to_the_end(runner, opened_source, opened_sink, key, on_bad_input, on_progress)
+            report = _run_to_the_end(runner, opened_source, opened_sink, key, on_bad_input, wait, on_progress)
     # Outputs on standard output are not to be mixed with the summary.
     print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
     raise typer.Exit(_exit_code(report))
@@ -173,12 +196,13 @@ def _run_to_the_end(
     sink: Sink,
     key: str | None,
     on_bad_input: BadInputChoice,
+    wait: bool,
     on_progress: OnProgress | None,
 ) -> RunReport:
     import asyncio
 
     try:
-        return runner.run(source, sink, key=key, on_bad_input=on_bad_input.value, on_progress=on_progress)
+        return runner.run(source, sink, key=key, on_bad_input=on_bad_input.value, wait=wait, on_progress=on_progress)
     except SystemExit as error:
         # Its code would become the command's, and 0 would say that the input is finished.
         raise DalSegnoError(
@@ -228,9 +252,42 @@ def load_agent(spec: str) -> Agent:
     """
     from dalsegno.agent import Agent, check_agent
 
+    found = _named(spec, Agent, "an agent", "MODULE:AGENT", "examples.reviews:agent")
+    if isinstance(found, type) and issubclass(found, Agent):
+        found = _made(found, spec)
+    return check_agent(found)
+
+
+def load_cipher(spec: str) -> PayloadCipher:
+    """The cipher that *spec*, ``module:attribute``, names; a function or class is called.
+
+    The present folder is importable. Raises `DefinitionError` that says what is missing where.
+    """
+    from dalsegno.cipher import PayloadCipher
+
+    found = _named(spec, PayloadCipher, "a cipher", "MODULE:NAME", "keys:cipher")
+    if not isinstance(found, PayloadCipher) and callable(found):
+        try:
+            found = found()
+        except DefinitionError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise DefinitionError(
+                f"the cipher {spec!r} cannot be made: {type(error).__name__}: {error}{raised_at(error)}"
+            ) from error
+    if not isinstance(found, PayloadCipher):
+        raise DefinitionError(
+            f"{spec!r} is not a cipher but {type(found).__name__}; name a PayloadCipher, such as an AesGcmCipher, or a "
+            "function that returns one"
+        )
+    return found
+
+
+def _named(spec: str, kind: type, what: str, form: str, example: str) -> Any:
+    """What *spec* names, which ought to be *what*, of the class *kind*; messages show *form* and *example*."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
-        raise DefinitionError(f"{spec!r} does not name an agent: write MODULE:AGENT, as in examples.reviews:agent")
+        raise DefinitionError(f"{spec!r} does not name {what}: write {form}, as in {example}")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -239,22 +296,21 @@ def load_agent(spec: str) -> Agent:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _not_importable(module_name, error) from error
         raise DefinitionError(
-            f"there is no module {error.name!r} in {os.getcwd()} or among what is installed; MODULE:AGENT is written "
-            "with dots, as in examples.reviews:agent"
+            f"there is no module {error.name!r} in {os.getcwd()} or among what is installed; {form} is written with "
+            f"dots, as in {example}"
         ) from error
     except (Exception, SystemExit) as error:
         raise _not_importable(module_name, error) from error
     found: object = module
     for name in attribute.split("."):
         if not hasattr(found, name):
-            agents = [n for n, value in vars(module).items() if isinstance(value, Agent)]
+            named = [n for n, value in vars(module).items() if isinstance(value, kind)]
             raise DefinitionError(
-                f"module {module_name!r} has no {attribute!r}; its agents are {', '.join(map(repr, agents)) or 'none'}"
+                f"module {module_name!r} has no {attribute!r}; its {what.split()[-1]}s are "
+                f"{', '.join(map(repr, named)) or 'none'}"
             )
         found = getattr(found, name)
-    if isinstance(found, type) and issubclass(found, Agent):
-        found = _made(found, spec)
-    return check_agent(found)
+    return found
 
 
 def _made(agent: type[Agent], spec: str) -> Agent:

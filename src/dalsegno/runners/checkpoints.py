@@ -5,6 +5,9 @@ every key as of its last finished message, the *inbox* (messages that were read 
 sink's output is. It is incremental: only what changed since the last one is written, in one transaction.
 
 `CheckpointFile` is synchronous. `commit` runs in a thread; reads use a connection of their own and never wait for it.
+
+With a cipher, every column that holds values is sealed, see `sealed_rows`. A file is encrypted from its beginning or
+not at all; the table ``seal`` says that it is, and its one row, that the key is the right one.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dalsegno.cipher import PayloadCipher, needs_cipher
 from dalsegno.core import codec
-from dalsegno.errors import RestoreError, StoreError
+from dalsegno.errors import CodecError, RecordError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node, from_json, to_json
+from dalsegno.runners.sealed_rows import Row, SealedRows
 
 _APPLICATION_ID = 0x44532E43  # "DS.C"
 _VERSION = 1
@@ -87,11 +92,14 @@ class Checkpoint:
 class CheckpointFile:
     """The checkpoints of one job in the file *path*, or in memory if it is None; then closing keeps them.
 
-    Raises `RestoreError` when the file belongs to something else, and `StoreError` when SQLite fails.
+    Raises `RestoreError` when the file belongs to something else, `RecordError` when it is encrypted and there is no
+    *cipher*, or the wrong one, or the other way round, and `StoreError` when SQLite fails.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, cipher: PayloadCipher | None = None) -> None:
         self._path = path
+        self._cipher = cipher
+        self._sealed: SealedRows | None = None
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
         self._lock = threading.Lock()
@@ -105,43 +113,31 @@ class CheckpointFile:
             self._reader = self._connect() if self._path else self._writer
             self._prepare(self._writer, job)
             row = self._reader.execute("SELECT number, read, position, sink FROM checkpoint").fetchone()
-        if row is None:
-            return None
+            if row is None:
+                return None
+            (row,) = self._opened("checkpoint", [row])
         number, read, position, sink = row
         return Checkpoint(number, read, json.loads(position) if position else None, json.loads(sink))
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make *checkpoint* the completed one, or leave the last one as it was."""
-        memory = [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items()]
-        position = json.dumps(checkpoint.position) if checkpoint.position is not None else None
+        rows = _rows(checkpoint)
+        if self._sealed is not None:
+            rows = {table: self._sealed.seal(table, of_table) for table, of_table in rows.items()}
         with self._lock, self._errors():
             connection = self._open(self._writer)
             connection.execute("BEGIN IMMEDIATE")
             try:
                 connection.execute("DELETE FROM checkpoint")
-                connection.execute(
-                    "INSERT INTO checkpoint VALUES (?, ?, ?, ?)",
-                    (checkpoint.number, checkpoint.read, position, json.dumps(checkpoint.sink)),
-                )
-                _write(connection, "INSERT OR REPLACE INTO memory VALUES {}", memory)
+                connection.execute("INSERT INTO checkpoint VALUES (?, ?, ?, ?)", rows["checkpoint"][0])
+                _write(connection, "INSERT OR REPLACE INTO memory VALUES {}", rows["memory"])
                 _write(
                     connection,
                     "DELETE FROM inbox WHERE (ordinal) IN (VALUES {})",
                     [(ordinal,) for ordinal in checkpoint.finished],
                 )
-                _write(
-                    connection,
-                    "INSERT OR REPLACE INTO inbox VALUES {}",
-                    [(entry.ordinal, entry.key, codec.dumps(entry.tree), entry.parked) for entry in checkpoint.inbox],
-                )
-                _write(
-                    connection,
-                    "INSERT OR REPLACE INTO bad_input VALUES {}",
-                    [
-                        (bad.ordinal, bad.place, bad.reason, bad.raw.encode("utf-8", "surrogatepass"))
-                        for bad in checkpoint.bad_input
-                    ],
-                )
+                _write(connection, "INSERT OR REPLACE INTO inbox VALUES {}", rows["inbox"])
+                _write(connection, "INSERT OR REPLACE INTO bad_input VALUES {}", rows["bad_input"])
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -151,37 +147,55 @@ class CheckpointFile:
     def memory(self, key: bytes) -> Node:
         """The short-term memory of *key* in the last completed checkpoint."""
         with self._reading() as connection:
-            row = connection.execute("SELECT tree FROM memory WHERE key = ?", (key,)).fetchone()
-        return _node(row[0]) if row else EMPTY
+            rows = connection.execute("SELECT key, tree FROM memory WHERE key = ?", (key,)).fetchall()
+            nodes = [_node(tree) for _, tree in self._opened("memory", rows)]
+        return nodes[0] if nodes else EMPTY
 
     def memories(self) -> Iterator[tuple[bytes, Node]]:
         """Every key with its memory, in the order of the keys' canonical bytes."""
         with self._reading() as connection:
             rows = connection.execute("SELECT key, tree FROM memory ORDER BY key").fetchall()
-        for key, tree in rows:
+            opened = self._opened("memory", rows)
+        for key, tree in opened:
             yield key, _node(tree)
 
-    def inbox(self, after: int, limit: int) -> Sequence[InboxEntry]:
-        """Up to *limit* unfinished messages with an ordinal greater than *after*, in order."""
+    def inbox(self, after: int, limit: int, key: bytes | None = None) -> Sequence[InboxEntry]:
+        """Up to *limit* unfinished messages, of *key* if that is given, with an ordinal beyond *after*, in order."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT ordinal, key, content, parked FROM inbox WHERE ordinal > ? ORDER BY ordinal LIMIT ?",
-                (after, limit),
-            )
-            return [InboxEntry(ordinal, key, codec.loads(content), parked) for ordinal, key, content, parked in rows]
+                "SELECT ordinal, key, content, parked FROM inbox WHERE ordinal > ?1 AND (?3 IS NULL OR key = ?3)"
+                " ORDER BY ordinal LIMIT ?2",
+                (after, limit, key),
+            ).fetchall()
+            return [
+                InboxEntry(ordinal, key, codec.loads(content), parked)
+                for ordinal, key, content, parked in self._opened("inbox", rows)
+            ]
 
     def in_inbox(self, ordinal: int) -> bool:
         """Whether the message *ordinal* was unfinished at the last completed checkpoint."""
         with self._reading() as connection:
             return connection.execute("SELECT 1 FROM inbox WHERE ordinal = ?", (ordinal,)).fetchone() is not None
 
+    def begin_run(self) -> bool:
+        """Note that a run begins; whether the last one that was noted did not come to `end_run`."""
+        with self._lock, self._errors():
+            connection = self._open(self._writer)
+            # Not in the schema: files that have no such table are fine as they are.
+            connection.execute("CREATE TABLE IF NOT EXISTS running (one INTEGER PRIMARY KEY)")
+            return connection.execute("INSERT OR IGNORE INTO running VALUES (1)").rowcount == 0
+
+    def end_run(self) -> None:
+        with self._lock, self._errors():
+            self._open(self._writer).execute("DELETE FROM running")
+
     def bad_input(self) -> Sequence[BadRecord]:
         """The input records that were set aside."""
         with self._reading() as connection:
-            rows = connection.execute("SELECT ordinal, place, reason, raw FROM bad_input ORDER BY ordinal")
+            rows = connection.execute("SELECT ordinal, place, reason, raw FROM bad_input ORDER BY ordinal").fetchall()
             return [
                 BadRecord(ordinal, place, reason, raw.decode("utf-8", "surrogatepass"))
-                for ordinal, place, reason, raw in rows
+                for ordinal, place, reason, raw in self._opened("bad_input", rows)
             ]
 
     def close(self) -> None:
@@ -192,6 +206,7 @@ class CheckpointFile:
                 if connection is not None:
                     connection.close()
             self._reader = self._writer = None
+            self._sealed = None
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -212,7 +227,7 @@ class CheckpointFile:
                 f"BEGIN IMMEDIATE; PRAGMA application_id={_APPLICATION_ID}; PRAGMA user_version={_VERSION}; "
                 f"{_SCHEMA} COMMIT;"
             )
-            connection.execute("INSERT INTO job VALUES (?, ?, ?)", (job.name, job.agent, job.store))
+            self._begin_job(connection, job)
             return
         if application != _APPLICATION_ID:
             raise RestoreError(
@@ -228,7 +243,7 @@ class CheckpointFile:
     def _check_job(self, connection: sqlite3.Connection, job: JobIdentity) -> None:
         row = connection.execute("SELECT name, agent, store FROM job").fetchone()
         if row is None:  # the process ended between the two statements that make a new file
-            connection.execute("INSERT INTO job VALUES (?, ?, ?)", (job.name, job.agent, job.store))
+            self._begin_job(connection, job)
             return
         found = JobIdentity(*row)
         if found.name != job.name:
@@ -246,6 +261,44 @@ class CheckpointFile:
                 f"the checkpoints of job {job.name!r} in {self._path} belong to another task action store, so what "
                 "happened since the last checkpoint is not known. Put the store back, or delete both and start afresh"
             )
+        self._check_seal(connection)
+
+    def _begin_job(self, connection: sqlite3.Connection, job: JobIdentity) -> None:
+        row = (job.name, job.agent, job.store)
+        if self._cipher is None:
+            connection.execute("INSERT INTO job VALUES (?, ?, ?)", row)
+            return
+        self._sealed = SealedRows(self._cipher, job.name, job.store, self._where(job.name))
+        (proof,) = self._sealed.seal("seal", [("",)])
+        # In one transaction, so that no crash leaves the job without its seal.
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO job VALUES (?, ?, ?)", row)
+        connection.execute("CREATE TABLE seal (proof BLOB NOT NULL)")
+        connection.execute("INSERT INTO seal VALUES (?)", proof)
+        connection.execute("COMMIT")
+
+    def _check_seal(self, connection: sqlite3.Connection) -> None:
+        """Raise `RecordError` unless the file is encrypted with this cipher, or there is neither seal nor cipher."""
+        name, store = connection.execute("SELECT name, store FROM job").fetchone() or ("", "")
+        where = self._where(name)
+        sealed = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'seal'").fetchone() is not None
+        if sealed and self._cipher is None:
+            raise needs_cipher(where)
+        if self._cipher is None:
+            return
+        if not sealed:
+            raise RecordError(
+                f"{where} is not encrypted, but this run was given a cipher; nothing was read or changed. Run the job "
+                "as it was begun, without the cipher, or give a job with the cipher a new name"
+            )
+        self._sealed = SealedRows(self._cipher, name, store, where)
+        self._sealed.open("seal", connection.execute("SELECT proof FROM seal").fetchall() or [(b"",)])
+
+    def _where(self, job: str) -> str:
+        return f"the checkpoint file {self._path or 'in memory'} of job {job!r}"
+
+    def _opened(self, table: str, rows: Sequence[Row]) -> Sequence[Row]:
+        return rows if self._sealed is None else self._sealed.open(table, rows)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -255,6 +308,7 @@ class CheckpointFile:
                 with closing(
                     sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
                 ) as connection:
+                    self._check_seal(connection)
                     yield connection
             else:
                 yield self._open(self._reader)
@@ -271,6 +325,22 @@ class CheckpointFile:
         except (sqlite3.Error, OSError) as error:
             place = self._path or "the checkpoints in memory"
             raise StoreError(f"the checkpoint file {place} failed ({type(error).__name__}: {error})") from error
+        except CodecError as error:
+            raise RecordError(f"the checkpoint file {self._path} is damaged: {error}; put a copy of it back") from error
+
+
+def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
+    """What a checkpoint adds to each table, or changes in it."""
+    position = json.dumps(checkpoint.position) if checkpoint.position is not None else None
+    return {
+        "checkpoint": [(checkpoint.number, checkpoint.read, position, json.dumps(checkpoint.sink))],
+        "memory": [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items()],
+        "inbox": [(entry.ordinal, entry.key, codec.dumps(entry.tree), entry.parked) for entry in checkpoint.inbox],
+        "bad_input": [
+            (bad.ordinal, bad.place, bad.reason, bad.raw.encode("utf-8", "surrogatepass"))
+            for bad in checkpoint.bad_input
+        ],
+    }
 
 
 def _node(data: bytes) -> Node:

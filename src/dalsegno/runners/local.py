@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import gc
 import math
 import os
@@ -22,11 +23,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from dalsegno.agent import Agent, check_agent
+from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.identity import digest
@@ -34,12 +37,13 @@ from dalsegno.core.task import Environment
 from dalsegno.errors import DefinitionError, InputError
 from dalsegno.memory import Leaf, Node
 from dalsegno.runners.checkpoints import CheckpointFile
-from dalsegno.runners.pipeline import OnBadInput, Pipeline
+from dalsegno.runners.pipeline import OnBadInput, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
 from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
 Key = str | Callable[[Any], Any] | None
@@ -52,7 +56,13 @@ class LocalRunner:
     *store* is a URL or a store; unless given, ``.dalsegno/<job>.db`` below the present directory. *checkpoints* is the
     file that holds the job's checkpoints; unless given, it lies beside an SQLite store, or in memory with a store
     that is in memory. *max_in_flight* bounds the messages that are processed at a time, *checkpoint_interval* is in
-    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company.
+    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company. With a *cipher* all
+    payloads in the store and the checkpoints are encrypted; a job has the same one, or none, in all of its runs.
+
+    *on_failure* says what becomes of a message whose action raises: ``"stop"`` ends the run with the error, and the
+    next run tries the message again; ``"park"`` sets the message aside until it is retried. *max_attempts*, 3 or
+    more, parks a message during which the process was killed that many times, the last of them while nothing else ran,
+    so that one that kills the process does not do so for ever; unless given, there is no limit.
 
     Raises `DefinitionError` for a wrong agent or option.
     """
@@ -67,15 +77,22 @@ class LocalRunner:
         max_in_flight: int = 64,
         checkpoint_interval: float = 5.0,
         linger: float = 0.002,
+        on_failure: OnFailure = "stop",
+        max_attempts: int | None = None,
+        cipher: PayloadCipher | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
-        _check_options(max_in_flight, checkpoint_interval, linger)
+        _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts)
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
-        self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints))
+        self._cipher = _checked_cipher(cipher, self._store)
+        self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints), cipher)
         self._max_in_flight = max_in_flight
         self._interval = checkpoint_interval
         self._linger = linger
+        self._park_failures = on_failure == "park"
+        self._max_attempts = max_attempts
+        self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
         self._pipeline: Pipeline | None = None
 
     def run(
@@ -85,6 +102,7 @@ class LocalRunner:
         *,
         key: Key = None,
         on_bad_input: OnBadInput = "stop",
+        wait: bool = False,
         on_progress: OnProgress | None = None,
     ) -> RunReport:
         """`run_async` for code that has no event loop. The first SIGINT or SIGTERM stops the run cleanly.
@@ -93,7 +111,9 @@ class LocalRunner:
         """
         with _tuned_interpreter():
             return asyncio.run(
-                self._run(source, sink, key=key, on_bad_input=on_bad_input, on_progress=on_progress, signals=True)
+                self._run(
+                    source, sink, key=key, on_bad_input=on_bad_input, wait=wait, on_progress=on_progress, signals=True
+                )
             )
 
     async def run_async(
@@ -103,6 +123,7 @@ class LocalRunner:
         *,
         key: Key = None,
         on_bad_input: OnBadInput = "stop",
+        wait: bool = False,
         on_progress: OnProgress | None = None,
     ) -> RunReport:
         """Run to the end of *source*, starting where the last run of this job ended.
@@ -110,14 +131,16 @@ class LocalRunner:
         *source* is a path (JSON Lines, CSV), ``"-"`` for standard input, an iterable or async iterable; *sink* a path,
         ``"-"`` for standard output, a function that takes an output, or None to drop outputs. *key* is the field that
         the stream is partitioned by, or a function of the record; without it all messages have one key, so that one
-        is processed at a time.
+        is processed at a time. With *wait* the run does not end while a message waits for a signal.
 
         Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits the record,
         `InputError` for a bad record, `RestoreError` when source, sink, store and checkpoints do not fit together,
-        `StoreError` when something could not be made durable. Whatever it raises, running the job again goes on from
-        the last checkpoint.
+        `RecordError` when what is recorded cannot be read, for want of the right cipher for one, `StoreError` when
+        something could not be made durable. Whatever it raises, running the job again goes on from the last checkpoint.
         """
-        return await self._run(source, sink, key=key, on_bad_input=on_bad_input, on_progress=on_progress, signals=False)
+        return await self._run(
+            source, sink, key=key, on_bad_input=on_bad_input, wait=wait, on_progress=on_progress, signals=False
+        )
 
     def stop(self) -> None:
         """Stop the run cleanly: no new call starts, calls in flight end, a last checkpoint is taken.
@@ -140,6 +163,7 @@ class LocalRunner:
         *,
         key: Key,
         on_bad_input: OnBadInput,
+        wait: bool,
         on_progress: OnProgress | None,
         signals: bool,
     ) -> RunReport:
@@ -155,14 +179,15 @@ class LocalRunner:
         # Each message may hold one thread with a plain action, which waits for a call that needs another one.
         pool = ThreadPoolExecutor(2 * self._max_in_flight, "dalsegno-call")
         try:
-            log = GroupCommit(self._store.put, linger=self._linger)
-            environment = Environment(self.job, log, _in_pool(pool))
+            store = self._store if self._cipher is None else EncryptingStore(self._store, self._cipher)
+            log = GroupCommit(store.put, linger=self._linger)
+            environment = Environment(self.job, log, _in_pool(pool), self._clock)
             self._pipeline = Pipeline(
                 agent=self.agent,
                 environment=environment,
                 log=log,
                 job=self.job,
-                store=self._store,
+                store=store,
                 checkpoints=self._checkpoints,
                 source=opened,
                 sink=open_sink(sink),
@@ -171,6 +196,9 @@ class LocalRunner:
                 max_in_flight=self._max_in_flight,
                 checkpoint_interval=self._interval,
                 on_bad_input=on_bad_input,
+                park_failures=self._park_failures,
+                max_attempts=self._max_attempts,
+                wait=wait,
                 report=report,
             )
             refresh = _Refresh(self._pipeline, opened, started, on_progress)
@@ -215,13 +243,33 @@ def default_store_path(job: str) -> Path:
     return Path(".dalsegno") / f"{file_name(job)}.db"
 
 
-def _check_options(max_in_flight: object, checkpoint_interval: object, linger: object) -> None:
+def _check_options(
+    max_in_flight: object, checkpoint_interval: object, linger: object, on_failure: object, max_attempts: object
+) -> None:
+    if on_failure not in ("stop", "park"):
+        raise DefinitionError(f"on_failure={on_failure!r} is not one of 'stop', 'park'")
+    if max_attempts is not None and not (type(max_attempts) is int and max_attempts >= 3):
+        raise DefinitionError(
+            f"max_attempts={max_attempts!r}: give a whole number from 3 on, or None for no limit; twice a message runs "
+            "beside others, so only the third time, alone, tells which one kills the process"
+        )
     if not (isinstance(max_in_flight, int) and max_in_flight >= 1):
         raise DefinitionError(f"max_in_flight={max_in_flight!r}: at least 1 message must be in flight, a whole number")
     if not (isinstance(checkpoint_interval, (int, float)) and 0 < checkpoint_interval < math.inf):
         raise DefinitionError(f"checkpoint_interval={checkpoint_interval!r}: give a positive number of seconds")
     if not (isinstance(linger, (int, float)) and 0 <= linger < math.inf):
         raise DefinitionError(f"linger={linger!r}: give a number of seconds, 0 or more")
+
+
+def _checked_cipher(cipher: object, store: TaskActionStore) -> PayloadCipher | None:
+    if isinstance(store, EncryptingStore):
+        raise DefinitionError(
+            "the store is an EncryptingStore, which leaves the checkpoints in clear: give the runner the store that it "
+            "wraps, and cipher=, which encrypts both"
+        )
+    if not (cipher is None or isinstance(cipher, PayloadCipher)):
+        raise DefinitionError(f"cipher={cipher!r} is not a PayloadCipher: give one, such as AesGcmCipher(key)")
+    return cipher
 
 
 def _checked_job(job: object) -> str:
@@ -305,6 +353,7 @@ class _Refresh:
     def _update(self) -> None:
         report, counters = self._pipeline.report, self._pipeline.environment.counters
         report.calls_executed, report.calls_replayed = counters.executed, counters.replayed
+        report.parked = self._pipeline.parked()
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.position)

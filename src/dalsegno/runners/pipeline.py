@@ -1,13 +1,17 @@
 """The local runner's machine: one run of one job, from its last checkpoint to the end of its input.
 
-Three activities share one event loop. The *reader* admits messages, in input order, as long as there is room. One
-*worker* per busy key runs that key's messages in order. The *checkpointer* takes a checkpoint now and then.
+Four activities share one event loop. The *reader* admits messages, in input order, as long as there is room. One
+*worker* per busy key runs that key's messages in order. The *checkpointer* takes a checkpoint now and then. The
+*listener* looks for what people decided about parked messages, and for those whose time has come.
 
 When the actions of a message are done, its key's next message starts at once, on the memory that it left: records
 become durable in order, so nothing of the next one can outlive what came before it. What makes the message *finished*
 happens when its records are durable, in one step without any ``await`` (`_finish`): its outputs are written, its key's
 memory as checkpoints know it moves on, its inbox entry goes. So whatever `_snapshot` sees, between two such steps, is
 consistent, and a checkpoint never covers what a crash could take back.
+
+A message that cannot go on now is *parked*, and its key's later messages wait behind it: they are in the inbox of the
+next checkpoint and leave the process. When it can go on, its key's messages come back from there, one chunk at a time.
 
 A stop, a failed action and a full disk all end in the same way: no new call starts, calls in flight end and are
 recorded, and, unless the store or the sink failed, a last checkpoint is taken.
@@ -19,34 +23,38 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from dalsegno.agent import Agent
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.executor import Executor, Finished, Message, Parked
-from dalsegno.core.records import TaskActionState, by_message
+from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
 from dalsegno.errors import CodecError, DivergenceError, InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
 from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.report import ParkedMessage, RunReport
 from dalsegno.runners.sinks import Sink
 from dalsegno.runners.sources import BadInput, Source, SourceItem
-from dalsegno.stores.base import Covered, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, TaskActionStore
 
 _logger = logging.getLogger("dalsegno")
 
 OnBadInput = Literal["stop", "skip", "park"]
+OnFailure = Literal["stop", "park"]
 
 _BUFFERED_PER_SLOT = 16
 _CACHED_KEYS = 10_000
 _SET_ASIDE_IN_MEMORY = 5_000
 _INBOX_CHUNK = 500
 _MESSAGES_A_TURN = 4
+_LISTEN_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -58,6 +66,18 @@ class Entry:
     stored: bool
     """Whether the last checkpoint has it in its inbox."""
     parked: str | None = None
+    """Why it is parked, for the inbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parked message, without its content."""
+
+    ordinal: int
+    message: str
+    park: Park
+    until: datetime | None
+    """When it is taken up again, if nobody decides before."""
 
 
 @dataclass(slots=True)
@@ -75,8 +95,15 @@ class KeyState:
     done: int = 0
     """Messages whose actions are done and that are not yet finished."""
     claimed: bool = False
-    parked: bool = False
-    """A message of the key is parked; later ones wait behind it."""
+    parked: Held | None = None
+    """The message of the key that is parked; later ones wait behind it."""
+    behind: int | None = None
+    """Messages from this ordinal on are set aside and come back when the queue is empty."""
+
+    @property
+    def held(self) -> bool:
+        """Whether new messages of the key are set aside."""
+        return self.parked is not None or self.behind is not None
 
 
 class Pipeline:
@@ -98,6 +125,9 @@ class Pipeline:
         max_in_flight: int,
         checkpoint_interval: float,
         on_bad_input: OnBadInput,
+        park_failures: bool,
+        max_attempts: int | None,
+        wait: bool,
         report: RunReport,
     ) -> None:
         self.environment = environment
@@ -116,7 +146,13 @@ class Pipeline:
         self._owner = owner
         self._interval = checkpoint_interval
         self._on_bad_input = on_bad_input
-        self._executor = Executor(agent, environment)
+        self._executor = Executor(agent, environment, park_failures=park_failures, max_attempts=max_attempts)
+        self._max_attempts = max_attempts
+        self._quarantine: Quarantine | None = None
+        """If the last run did not come to its end; see `Quarantine`."""
+        self._begun_before = 0
+        """Messages before this ordinal may have been begun by a run that did not come to its end."""
+        self._wait = wait
         self._slots = asyncio.Semaphore(max_in_flight)
         self._room = max_in_flight * _BUFFERED_PER_SLOT
         self._keys: OrderedDict[bytes, KeyState] = OrderedDict()
@@ -125,8 +161,15 @@ class Pipeline:
         self._admitted = 0
         self._set_aside = 0
         self._unfinished: dict[int, Entry] = {}
+        self._parked: dict[bytes, KeyState] = {}
+        """The keys with a parked message."""
+        self._decided = 0
+        """The number of the last decision that was taken in."""
+        self._news = asyncio.Event()
+        """Set when a message was parked or taken up again."""
         self._has_room = asyncio.Event()
         self._checkpoint_due = asyncio.Event()
+        self._restored = False
         self._ending = False
         self._failure: BaseException | None = None
         self._tainted = False
@@ -138,6 +181,9 @@ class Pipeline:
         self._covered: list[tuple[bytes, str]] = []
         self._finished_entries: list[int] = []
         self._bad: list[BadRecord] = []
+        self._writing = False
+        """Whether a checkpoint is being written."""
+        self._aside_meanwhile: list[Entry] = []
         self._memory_on_disk = False
         self._recorded_keys: dict[str, bytes] = {}
         """The key of each message that is recorded, was not read before the last checkpoint, and is yet to be read."""
@@ -147,6 +193,7 @@ class Pipeline:
         await self._store.open(self._job, self._owner)
         try:
             await self._restore()
+            self._restored = True
             await self._process_all()
         finally:
             try:
@@ -154,6 +201,8 @@ class Pipeline:
             finally:
                 self._sink.close()
                 await self._source.close()
+                if self._max_attempts is not None and self._restored:
+                    self._checkpoints.end_run()
                 self._checkpoints.close()
                 await self._store.close()
 
@@ -165,31 +214,50 @@ class Pipeline:
 
     def stop(self) -> None:
         """Start no new call, let those in flight end, take a last checkpoint and return from `run`."""
-        self.environment.stopping = True
+        self.environment.stop()
+        self._news.set()
         if self._reader is not None:
             self._reader.cancel()
 
     async def _process_all(self) -> None:
         self._reader = asyncio.create_task(self._guarded(self._read), name="dalsegno-reader")
         checkpointer = asyncio.create_task(self._guarded(self._checkpoint_now_and_then), name="dalsegno-checkpointer")
+        listener = asyncio.create_task(self._guarded(self._listen), name="dalsegno-listener")
         if self.environment.stopping:  # asked to before there was anything to stop
             self._reader.cancel()
         try:
             await asyncio.wait([self._reader])
-            while self._workers:
-                await asyncio.wait(self._workers)
+            await self._work_off()
+            listener.cancel()
+            await asyncio.wait([listener])
             await self._guarded(self._log.close)  # what no message waits for any more
         except asyncio.CancelledError:
             self._tainted = True  # what becomes durable from now on is for the next run to finish
-            for task in (self._reader, checkpointer, *self._workers):
+            for task in (self._reader, checkpointer, listener, *self._workers):
                 task.cancel()
-            await asyncio.wait([self._reader, checkpointer, *self._workers])
+            await asyncio.wait([self._reader, checkpointer, listener, *self._workers])
             raise
         self._ending = True
         self._checkpoint_due.set()
         await checkpointer
         if self._failure is not None:
             raise self._failure
+
+    async def _work_off(self) -> None:
+        """Wait for the workers, and, if that is asked for, for the messages that wait for a signal."""
+        while True:
+            while self._workers:
+                await asyncio.wait(self._workers)
+            if self.environment.stopping:
+                return
+            await self._guarded(self._take_in)  # what was decided since the last look
+            if self._workers:
+                continue
+            waiting = any(state.parked and state.parked.park.why == "waiting" for state in self._parked.values())
+            if not (self._wait and waiting) or self.environment.stopping:
+                return
+            self._news.clear()
+            await self._news.wait()
 
     async def _guarded(self, activity: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run one activity; its failure stops the others."""
@@ -242,6 +310,13 @@ class Pipeline:
         self._read_records = last.read
         self.position = last.position
         await self._claim_recorded()
+        for number, decision in await self._store.decisions(0):
+            self._decided = number
+            self._note(decision)
+        if self._max_attempts is not None and self._checkpoints.begin_run():
+            self._quarantine = Quarantine()
+            recorded = max(map(int, self._recorded_keys), default=0)
+            self._begun_before = max(recorded, last.read) + self._room + 1
 
     async def _claim_recorded(self) -> None:
         """Claim every key that has records, and drop what the last checkpoint covered but a crash left unpruned."""
@@ -295,10 +370,12 @@ class Pipeline:
             for found in entries:
                 while self._admitted >= self._room:
                     await self._wait_for_room()
-                key = codec.decode(found.key)
-                message = Message(key, found.key, str(found.ordinal), found.tree)
-                self._admit(Entry(found.ordinal, message, stored=True))
+                self._admit(self._entry(found))
             after = entries[-1].ordinal
+
+    def _entry(self, found: InboxEntry) -> Entry:
+        key = codec.decode(found.key)
+        return Entry(found.ordinal, Message(key, found.key, str(found.ordinal), found.tree), stored=True)
 
     async def _wait_for_room(self) -> None:
         if self._set_aside >= _SET_ASIDE_IN_MEMORY:
@@ -350,11 +427,14 @@ class Pipeline:
     def _admit(self, entry: Entry) -> None:
         self._unfinished[entry.ordinal] = entry
         state = self._key_state(entry.message.key_bytes)
-        if state.parked:
+        if state.held:
             self._put_aside(entry)
             return
         self._admitted += 1
         state.queue.append(entry)
+        self._start(state)
+
+    def _start(self, state: KeyState) -> None:
         if not state.busy:
             state.busy = True
             worker = asyncio.create_task(self._guarded(functools.partial(self._work, state)))
@@ -380,6 +460,8 @@ class Pipeline:
                         if state.queue and not self.environment.stopping:
                             await self._process(state, state.queue[0])
                 await asyncio.sleep(0)  # an action need not have given way to the others
+                if not state.queue and state.behind is not None and state.parked is None:
+                    self._bring_back(state)
         finally:
             state.busy = False
 
@@ -392,9 +474,14 @@ class Pipeline:
                 message: states for message, states in state.history.items() if int(message) in self._unfinished
             }
         history = state.history.get(entry.message.id, ())
-        result = await self._executor.run(entry.message, state.latest, history)
+        if self._quarantine is not None and entry.ordinal < self._begun_before:
+            async with self._quarantine.enter(alone=any(known.begun for known in history)):
+                result = await self._executor.run(entry.message, state.latest, history, mark=True)
+        else:
+            result = await self._executor.run(entry.message, state.latest, history)
         if isinstance(result, Parked):
-            self._park(state, entry, result.reason)
+            await self._log.barrier()
+            self._park(state, entry, result)
             return
         state.queue.popleft()
         state.latest = result.memory
@@ -429,6 +516,8 @@ class Pipeline:
             self._changed[state.key] = state
         state.done -= 1
         state.history.pop(entry.message.id, None)
+        if self.environment.decisions:
+            self.environment.decisions.pop((state.key, entry.message.id), None)
         del self._unfinished[entry.ordinal]
         if entry.stored:
             self._finished_entries.append(entry.ordinal)
@@ -438,32 +527,110 @@ class Pipeline:
         if self._admitted <= self._room // 2:  # so that the reader admits many at a time
             self._has_room.set()
 
-    def _park(self, state: KeyState, entry: Entry, reason: str) -> None:
+    def _park(self, state: KeyState, entry: Entry, result: Parked) -> None:
         """Set the message aside; the key's later ones wait behind it, and take no room."""
-        _logger.warning("message %r of key %r is parked: %s", entry.message.id, entry.message.key, reason)
-        self.report.parked.append(ParkedMessage(entry.message.key, entry.message.id, reason))
-        entry.parked = reason
+        if result.park.why != "waiting":
+            _logger.warning(
+                "message %r of key %r is parked: %s", entry.message.id, entry.message.key, result.park.reason
+            )
+        entry.parked = result.park.reason
         entry.stored = False  # the inbox is to hold the reason
-        state.parked = True
+        state.parked = Held(entry.ordinal, entry.message.id, result.park, result.until)
+        self._parked[state.key] = state
+        # It may have to be replayed in this process, from what is recorded by then.
+        state.claimed, state.history = False, {}
         self._admitted -= len(state.queue)
         self._set_aside += 1
         state.queue.popleft()
         while state.queue:
             self._put_aside(state.queue.popleft())
         self._changes += 1
+        self._news.set()
         self._has_room.set()
 
     def _put_aside(self, entry: Entry) -> None:
         self.report.waiting += 1
         self._set_aside += 1
-        if entry.stored:
+        if self._writing:  # what that checkpoint has in its inbox is not there yet
+            self._aside_meanwhile.append(entry)
+        else:
             self._forget([entry])
 
-    def _forget(self, entries: list[Entry]) -> None:
+    def _forget(self, entries: Iterable[Entry]) -> None:
         """What is set aside and in the inbox of a completed checkpoint needs no place in memory."""
         for entry in entries:
-            if entry.stored and self._unfinished.pop(entry.ordinal, None) is not None:
+            if entry.stored and self._is_set_aside(entry) and self._unfinished.pop(entry.ordinal, None) is not None:
                 self._set_aside -= 1
+        self._has_room.set()
+
+    def _is_set_aside(self, entry: Entry) -> bool:
+        state = self._keys[entry.message.key_bytes]
+        return state.parked is not None or (state.behind is not None and entry.ordinal >= state.behind)
+
+    def parked(self) -> list[ParkedMessage]:
+        """The messages that are parked now."""
+        return [
+            ParkedMessage(
+                codec.decode(state.key), state.parked.message, state.parked.park.reason, state.parked.park.why
+            )
+            for state in self._parked.values()
+            if state.parked is not None
+        ]
+
+    # The listener.
+
+    async def _listen(self) -> None:
+        while True:
+            await asyncio.sleep(_LISTEN_SECONDS)
+            await self._take_in()
+
+    async def _take_in(self) -> None:
+        """Take up again the parked messages that somebody decided about, and those whose time has come."""
+        for number, decision in await self._store.decisions(self._decided):
+            self._decided = number
+            self._note(decision)
+            state = self._parked.get(decision.key)
+            if state is not None and state.parked is not None and state.parked.message == decision.message:
+                self._take_up(state)
+        now = self.environment.clock()
+        for state in [*self._parked.values()]:
+            if state.parked is not None and state.parked.until is not None and state.parked.until <= now:
+                self._take_up(state)
+
+    def _note(self, decision: Decision) -> None:
+        made = self.environment.decisions.setdefault((decision.key, decision.message), {})
+        made[decision.target] = decision.body
+
+    def _take_up(self, state: KeyState) -> None:
+        """Let the key's parked message run again, and then those that wait behind it."""
+        held = state.parked
+        if held is None or self.environment.stopping:
+            return
+        del self._parked[state.key]
+        state.parked, state.behind = None, held.ordinal
+        self.report.waiting += 1
+        self._news.set()
+        self._bring_back(state)
+        self._start(state)
+
+    def _bring_back(self, state: KeyState) -> None:
+        """Put the next messages that are set aside back into the key's queue."""
+        assert state.behind is not None
+        kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == state.key]
+        found = {entry.ordinal: entry for entry in kept if entry.ordinal >= state.behind}
+        for row in self._checkpoints.inbox(state.behind - 1, _INBOX_CHUNK + 1, state.key):  # one more: is there more?
+            if row.ordinal not in found:
+                found[row.ordinal] = self._entry(row)
+        taken = sorted(found)[:_INBOX_CHUNK]
+        for ordinal in taken:
+            entry = found[ordinal]
+            if ordinal in self._unfinished:
+                self._set_aside -= 1
+            self._unfinished[ordinal] = entry
+            self._admitted += 1
+            state.queue.append(entry)
+        self.report.waiting -= len(taken)
+        state.behind = taken[-1] + 1 if len(found) > len(taken) else None
         self._has_room.set()
 
     # The checkpointer.
@@ -486,15 +653,19 @@ class Pipeline:
     async def _checkpoint(self) -> None:
         checkpoint, entries = self._snapshot()
         covered, self._covered = self._covered, []
+        self._writing = True
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, checkpoint)
         except BaseException:
             self._tainted = True
             raise
+        finally:
+            self._writing = False
         self._number = checkpoint.number
         self._memory_on_disk = True
         self.report.checkpoints += 1
-        self._forget([entry for entry in entries if self._keys[entry.message.key_bytes].parked])
+        aside, self._aside_meanwhile = self._aside_meanwhile, []
+        self._forget([*entries, *aside])
         self._evict()
         await self._store.prune(Covered(checkpoint.number, covered))
 
@@ -512,7 +683,15 @@ class Pipeline:
             self.position,
             self._sink.snapshot(),
             {key: state.memory for key, state in changed.items()},
-            [InboxEntry(entry.ordinal, entry.message.key_bytes, entry.message.tree, entry.parked) for entry in entries],
+            [
+                InboxEntry(
+                    entry.ordinal,
+                    entry.message.key_bytes,
+                    entry.message.tree,
+                    entry.parked,
+                )
+                for entry in entries
+            ],
             finished,
             bad,
         )
@@ -528,6 +707,6 @@ class Pipeline:
         for key, state in list(self._keys.items()) if surplus > 0 else ():
             if surplus == 0:
                 break
-            if not (state.busy or state.queue or state.done or state.parked or state.history or key in self._changed):
+            if not (state.busy or state.queue or state.done or state.held or state.history or key in self._changed):
                 del self._keys[key]
                 surplus -= 1

@@ -14,6 +14,8 @@ class ParkedMessage:
     key: Any
     message_id: str
     reason: str
+    why: str = "in_doubt"
+    """``in_doubt``, ``waiting`` (for a signal), ``failed`` or ``attempts``, see `dalsegno.core.records.Park`."""
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class RunReport:
     calls_replayed: int = 0
     """Calls that were answered from the record."""
     parked: list[ParkedMessage] = field(default_factory=list)
-    """Messages that are set aside as in doubt when the run ends."""
+    """Messages that are set aside when the run ends, in the order in which they were."""
     waiting: int = 0
     """Messages that wait behind a parked one of their key."""
     skipped: int = 0

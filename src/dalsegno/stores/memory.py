@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import ClassVar
 from uuid import uuid4
 
-from dalsegno.core.records import Record, TaskActionState, fold, uncovered
+from dalsegno.core.records import Record, TaskActionState, fold
 from dalsegno.errors import FencedError, OwnershipError, StoreError
-from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+from dalsegno.stores.base import (
+    Covered,
+    Decision,
+    JobInfo,
+    PruneReport,
+    StoreInspector,
+    TaskActionStore,
+    not_recorded,
+    unknown_job,
+)
 
 
 class _Job:
     def __init__(self) -> None:
         self.identity = uuid4().hex
-        self.records: dict[bytes, list[Record]] = {}
+        self.records: dict[bytes, dict[int, Record]] = {}
+        """The records of each key, numbered in the order in which they were put."""
+        self.last_record = 0
         self.pruned_through = 0
+        self.decisions: dict[tuple[bytes, str, str], tuple[int, Decision]] = {}
+        self.last_decision = 0
+        self.lock = threading.Lock()
+        """For inspectors of other threads."""
         self.owner: str | None = None
         self.epoch = 0
+        self.last_owner = self.since = ""
 
 
 class MemoryStore(TaskActionStore):
@@ -38,7 +58,8 @@ class MemoryStore(TaskActionStore):
                 f"job {job!r} is already running in this process ({found.owner}); stop it first, or use another job"
                 f" name"
             )
-        found.owner = owner
+        found.owner = found.last_owner = owner
+        found.since = datetime.now().astimezone().isoformat(timespec="seconds")
         found.epoch += 1
         self._job, self._epoch = found, found.epoch
 
@@ -64,29 +85,41 @@ class MemoryStore(TaskActionStore):
 
     async def put(self, records: Sequence[Record]) -> None:
         job = self._owned()
-        for record in records:
-            job.records.setdefault(record.key, []).append(record)
+        with job.lock:
+            for record in records:
+                job.last_record += 1
+                job.records.setdefault(record.key, {})[job.last_record] = record
 
     async def get(self, key: bytes, task: str) -> TaskActionState | None:
-        recorded = self._opened().records.get(key, [])
-        return next(iter(fold(record for record in recorded if record.task == task)), None)
+        recorded = self._opened().records.get(key, {}).values()
+        of_task = [record for record in recorded if record.task == task]
+        return next(iter(fold(of_task, self.open_body)), None)
 
     async def list(self, key: bytes) -> builtins.list[TaskActionState]:
-        return fold(self._opened().records.get(key, []))
+        return fold(self._opened().records.get(key, {}).values(), self.open_body)
 
     async def prune(self, covered: Covered) -> PruneReport:
         job = self._owned()
         messages = set(covered.messages)
         removed = 0
-        for key in {key for key, _ in messages} & job.records.keys():
-            kept = uncovered(job.records[key], messages)
-            removed += len(job.records[key]) - len(kept)
-            if kept:
-                job.records[key] = kept
-            else:
-                del job.records[key]
+        with job.lock:
+            job.decisions = {which: made for which, made in job.decisions.items() if which[:2] not in messages}
+            for key in {key for key, _ in messages} & job.records.keys():
+                recorded = job.records[key]
+                kept = {n: record for n, record in recorded.items() if (key, record.message) not in messages}
+                removed += len(recorded) - len(kept)
+                if kept:
+                    job.records[key] = kept
+                else:
+                    del job.records[key]
         job.pruned_through = max(job.pruned_through, covered.checkpoint)
         return PruneReport(removed)
+
+    async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
+        return [made for made in self._opened().decisions.copy().values() if made[0] > after]
+
+    def inspect(self) -> StoreInspector:
+        return MemoryInspector(self.jobs)
 
     async def close(self) -> None:
         if self._job is not None and self._job.epoch == self._epoch:
@@ -106,3 +139,61 @@ class MemoryStore(TaskActionStore):
                 f" be recorded here"
             )
         return job
+
+
+class MemoryInspector(StoreInspector):
+    """Looks into the same *jobs*, from the same process."""
+
+    def __init__(self, jobs: dict[str, _Job]) -> None:
+        self._jobs = jobs
+
+    def jobs(self) -> list[JobInfo]:
+        return [self._info(name, job) for name, job in sorted(self._jobs.copy().items())]
+
+    def _info(self, name: str, job: _Job) -> JobInfo:
+        return JobInfo(
+            name,
+            job.identity,
+            job.epoch,
+            job.last_owner,
+            os.getpid(),
+            socket.gethostname(),
+            job.since,
+            job.pruned_through,
+            job.owner is not None,
+            len({(record.key, record.message) for record in self.records(name)}),
+        )
+
+    def messages(self, job: str) -> Iterator[tuple[bytes, str]]:
+        return iter({(record.key, record.message): None for record in self.records(job)})
+
+    def records(self, job: str, key: bytes | None = None, message: str | None = None) -> Iterator[Record]:
+        found = self._job(job)
+        with found.lock:
+            numbered = [
+                item for name, of_key in found.records.items() if key in (None, name) for item in of_key.items()
+            ]
+        return (record for _, record in sorted(numbered) if message in (None, record.message))
+
+    def decisions(self, job: str) -> list[Decision]:
+        return [decision for _, decision in self._job(job).decisions.copy().values()]
+
+    def decide(self, job: str, decision: Decision) -> bool:
+        found = self._job(job)
+        with found.lock:
+            if not any(r.message == decision.message for r in found.records.get(decision.key, {}).values()):
+                raise not_recorded("the store in memory", job, decision.message)
+            if decision[:3] in found.decisions:
+                return False
+            found.last_decision += 1
+            found.decisions[decision[:3]] = (found.last_decision, decision)
+            return True
+
+    def close(self) -> None:
+        pass
+
+    def _job(self, job: str) -> _Job:
+        try:
+            return self._jobs[job]
+        except KeyError:
+            raise unknown_job("the store in memory", job, sorted(self._jobs.copy())) from None

@@ -26,8 +26,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from dalsegno.core.records import Record, TaskActionState
 from dalsegno.errors import OwnershipError, StoreError
-from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
 from dalsegno.stores.sqlite_file import JobFile
+from dalsegno.stores.sqlite_inspector import SqliteInspector
 
 PRUNE_CHUNK = 500
 """Messages that are pruned in one transaction; other writes go in between."""
@@ -84,12 +85,12 @@ class SqliteStore(TaskActionStore):
 
     async def get(self, key: bytes, task: str) -> TaskActionState | None:
         file, _, reader = self._opened()
-        states = await _run(reader, file.states, key, task)
+        states = await _run(reader, file.states, key, task, self.open_body)
         return states[0] if states else None
 
     async def list(self, key: bytes) -> builtins.list[TaskActionState]:
         file, _, reader = self._opened()
-        return await _run(reader, file.states, key)
+        return await _run(reader, file.states, key, None, self.open_body)
 
     async def prune(self, covered: Covered) -> PruneReport:
         removed = 0
@@ -100,6 +101,13 @@ class SqliteStore(TaskActionStore):
             chunk = covered.messages[start : start + PRUNE_CHUNK]
             removed += await _run(writer, file.delete, chunk, covered.checkpoint)
         return PruneReport(removed)
+
+    async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
+        file, _, reader = self._opened()
+        return await _run(reader, file.decisions, after)
+
+    def inspect(self) -> StoreInspector:
+        return SqliteInspector(self.path)
 
     async def close(self) -> None:
         if self._open is None:

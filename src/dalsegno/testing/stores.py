@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +30,7 @@ import pytest
 
 from dalsegno.core.records import Record, TaskActionState, encode_body, fold
 from dalsegno.errors import FencedError, OwnershipError, RecordError, StoreError
-from dalsegno.stores.base import Covered, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, TaskActionStore
 
 ODD_KEYS = (
     *(b'""', b'" "', b"1", b'"1"', b"true", b"1.0", b'["a"]', b'"[\\"a\\"]"', b'"a"', b'"a', b'"a%"', b'"a_"', b'"A"'),
@@ -63,6 +66,15 @@ def step(key: bytes, message: str, number: int = 0, *, task: str = "task", resul
     header = {"action": "act", "event": "input", "sender": "", "index": 0}
     body = {"task": header, "call": number, "name": "call", "args_digest": "0", "result": result}
     return Record(key, message, task, encode_body("called", body))
+
+
+def decision(key: bytes, message: str, target: str = "target", by: int = 0, *, body: str = "") -> Decision:
+    """A decision of the *by*-th person."""
+    return Decision(key, message, target, json.dumps({"v": 1, "by": by, "body": body}).encode())
+
+
+def files(place: Path) -> list[Path]:
+    return sorted(place.rglob("*"))
 
 
 def states(records: Sequence[Record], key: bytes) -> list[TaskActionState]:
@@ -142,7 +154,7 @@ class StoreSuite(ABC):
         for store in (never, closed):
             uses: list[Awaitable[object]] = [
                 *(store.keys(), store.list(b"1"), store.claim(b"1"), store.get(b"1", "task")),
-                *(store.put([step(b"1", "m")]), store.prune(Covered(1, []))),
+                *(store.put([step(b"1", "m")]), store.prune(Covered(1, [])), store.decisions(0)),
             ]
             for use in uses:
                 with pytest.raises(StoreError, match="not open"):
@@ -284,6 +296,20 @@ class StoreSuite(ABC):
                         await read
                 assert len(await store.list(b"2")) == 1
 
+    @in_loop
+    async def test_bodies_of_another_form_are_read_through_what_opens_them(self, tmp_path: Path) -> None:
+        put = [step(key, "m", result=number) for number, key in enumerate((b"1", b"2"))]
+        async with self.opened(tmp_path) as store:
+            await store.put([record._replace(body=b"stored " + record.body) for record in put])
+            store.read_through(lambda record, where: record.body.removeprefix(b"stored "))
+            for key in (b"1", b"2"):
+                assert await store.list(key) == await store.claim(key) == states(put, key)
+                assert [await store.get(key, "task")] == states(put, key)
+            store.read_through(None)
+            for read in (store.list(b"1"), store.claim(b"1"), store.get(b"1", "task")):
+                with pytest.raises(RecordError, match="not JSON"):
+                    await read
+
     # --- pruning ---
 
     @in_loop
@@ -410,6 +436,268 @@ class StoreSuite(ABC):
             assert await store.claim(b"2") == []
             assert await store.keys() == [b"1"]
             assert store.pruned_through == 0
+
+    # --- decisions, and looking in from outside ---
+
+    @in_loop
+    async def test_decisions_come_in_the_order_in_which_they_were_made(self, tmp_path: Path) -> None:
+        made = [decision(key, "m", f"t{number}", number) for number in range(12) for key in (b"2", b"1")]
+        async with self.opened(tmp_path) as store:
+            assert await store.decisions(0) == []
+            await store.put([step(b"1", "m"), step(b"2", "m")])
+            with store.inspect() as outside:
+                assert [outside.decide("job", each) for each in made] == [True] * len(made)
+                assert outside.decisions("job") == made
+            numbered = await store.decisions(0)
+            assert [each for _, each in numbered] == made
+            numbers = [number for number, _ in numbered]
+            assert numbers == sorted(set(numbers))
+            assert numbers[0] > 0
+            for after in (numbers[0], numbers[7], numbers[-1], numbers[-1] + 10):
+                assert await store.decisions(after) == [each for each in numbered if each[0] > after]
+            assert await store.decisions(0) == numbered  # also once there was nothing new
+        async with self.opened(tmp_path) as store:
+            assert await store.decisions(0) == numbered
+
+    @in_loop
+    async def test_a_target_is_decided_once(self, tmp_path: Path) -> None:
+        first, other = decision(b"1", "m", "t", 1), decision(b"1", "m", "t", 2)
+        elsewhere = [decision(b"1", "m", "t2"), decision(b"1", "n", "t"), decision(b"2", "m", "t")]
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", "m"), step(b"1", "n"), step(b"2", "m")])
+            with store.inspect() as outside:
+                assert outside.decide("job", first) is True
+                assert outside.decide("job", first) is False
+                assert outside.decide("job", other) is False
+                assert [outside.decide("job", each) for each in elsewhere] == [True] * 3
+                assert outside.decisions("job") == [first, *elsewhere]
+        with self.make(tmp_path).inspect() as outside:
+            assert outside.decide("job", other) is False
+            assert outside.decisions("job") == [first, *elsewhere]
+
+    @in_loop
+    async def test_any_target_is_itself(self, tmp_path: Path) -> None:
+        made = [decision(key, text, text, number) for key in ODD_KEYS[::5] for number, text in enumerate(ODD_TEXTS)]
+        made += [decision(key, "m") for key in ODD_KEYS]
+        async with self.opened(tmp_path) as store:
+            await store.put([step(each.key, each.message) for each in made])
+            with store.inspect() as outside:
+                assert all(outside.decide("job", each) for each in made)
+                assert not any(outside.decide("job", each) for each in made)
+                assert outside.decisions("job") == made
+            assert [each for _, each in await store.decisions(0)] == made
+            covered = [(each.key, each.message) for each in made[::2]]
+            await store.prune(Covered(1, covered))
+            left = [each for each in made if each[:2] not in set(covered)]
+            assert [each for _, each in await store.decisions(0)] == left
+
+    @in_loop
+    async def test_bodies_of_decisions_are_exact(self, tmp_path: Path) -> None:
+        bodies = (b"", b"\0", b"\xff\xfe", b"{}", b"x" * 1_000_000)
+        made = [Decision(b"1", "m", str(number), body) for number, body in enumerate(bodies)]
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", "m")])
+            with store.inspect() as outside:
+                assert all(outside.decide("job", each) for each in made)
+            assert [each for _, each in await store.decisions(0)] == made
+
+    @in_loop
+    async def test_what_nobody_would_take_up_is_not_decided(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store, self.opened(tmp_path, "other") as other:
+            await store.put([step(b"1", "m"), step(b"2", "n")])
+            await other.put([step(b"3", "m")])
+            with store.inspect() as outside:
+                for key, message in ((b"1", "n"), (b"2", "m"), (b"3", "m"), (b"1", ""), (b"", "m")):
+                    with pytest.raises(StoreError, match=r"nothing is recorded of message"):
+                        outside.decide("job", decision(key, message))
+                await store.prune(Covered(1, [(b"1", "m")]))
+                with pytest.raises(StoreError, match="nothing is recorded of message 'm'"):
+                    outside.decide("job", decision(b"1", "m"))
+                assert outside.decisions("job") == []
+
+    @in_loop
+    async def test_pruning_removes_decisions_with_their_message(self, tmp_path: Path) -> None:
+        made = [decision(key, f"m{n}", target) for n in range(12) for key in (b"1", b"2") for target in ("a", "b")]
+        covered = [(b"1", "m1"), (b"2", "m10"), (b"3", "m1"), (b"1", "m")]
+        left = [each for each in made if each[:2] not in covered]
+        async with self.opened(tmp_path) as store:
+            await store.put([step(each.key, each.message) for each in made[::2]])
+            with store.inspect() as outside:
+                assert all(outside.decide("job", each) for each in made)
+                assert (await store.prune(Covered(5, covered))).records == 2
+                assert outside.decisions("job") == left
+            assert [each for _, each in await store.decisions(0)] == left
+
+    @in_loop
+    async def test_numbers_of_decisions_are_never_given_again(self, tmp_path: Path) -> None:
+        seen: list[int] = []
+        for turn in range(4):
+            async with self.opened(tmp_path) as store:
+                assert await store.decisions(0) == []
+                await store.put([step(b"1", f"m{turn}")])
+                with store.inspect() as outside:
+                    assert outside.decide("job", decision(b"1", f"m{turn}"))
+                ((number, _),) = await store.decisions(max(seen, default=0))
+                seen.append(number)
+                await store.prune(Covered(turn, [(b"1", f"m{turn}")]))
+        assert seen == sorted(set(seen))
+
+    @in_loop
+    async def test_decisions_of_two_jobs_do_not_meet(self, tmp_path: Path) -> None:
+        names = ("job", "Job", "", "é", "a\0", "\ud800")
+        for name in names:
+            async with self.opened(tmp_path, name) as store:
+                await store.put([step(b"1", "m")])
+                assert await store.decisions(0) == []
+                with store.inspect() as outside:
+                    assert outside.decide(name, decision(b"1", "m", body=name.encode(errors="replace").decode()))
+        async with self.opened(tmp_path, "job") as store:
+            assert len(await store.decisions(0)) == 1
+            await store.prune(Covered(1, [(b"1", "m")]))
+        with self.make(tmp_path).inspect() as outside:
+            assert outside.decisions("job") == []
+            assert [len(outside.decisions(name)) for name in names[1:]] == [1] * 5
+
+    @in_loop
+    async def test_the_owner_sees_what_is_decided_while_it_writes(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", "m")])
+
+            def decide() -> list[bool]:
+                with store.inspect() as outside:
+                    return [outside.decide("job", decision(b"1", "m", str(number))) for number in range(50)]
+
+            deciding = asyncio.ensure_future(asyncio.to_thread(decide))
+            seen: list[tuple[int, Decision]] = []
+            number = 0
+            while not deciding.done():
+                number += 1
+                await store.put([step(b"2", f"m{number}", result="x" * 1000)])
+                seen += await store.decisions(seen[-1][0] if seen else 0)
+                await asyncio.sleep(0.001)  # a store need not wait for anything by itself
+            assert await deciding == [True] * 50
+            seen += await store.decisions(seen[-1][0] if seen else 0)
+            assert [each.target for _, each in seen] == [str(number) for number in range(50)]
+            assert len(await store.list(b"2")) == number
+
+    @in_loop
+    async def test_of_many_who_decide_at_once_one_does(self, tmp_path: Path) -> None:
+        targets = [str(number) for number in range(20)]
+
+        def decide(who: int) -> list[bool]:
+            with self.make(tmp_path).inspect() as outside:
+                return [outside.decide("job", decision(b"1", "m", target, who)) for target in targets]
+
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", "m")])
+            results = await asyncio.gather(*(asyncio.to_thread(decide, who) for who in range(8)))
+            made = await store.decisions(0)
+            assert [sum(result) for result in zip(*results, strict=True)] == [1] * len(targets)
+            assert [each.target for _, each in made] == targets
+            for at, (_, each) in enumerate(made):
+                assert results[json.loads(each.body)["by"]][at] is True
+
+    @in_loop
+    async def test_an_outsider_sees_jobs(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path, "b") as first:
+            await first.put([step(b"1", "m"), step(b"1", "m", 1), step(b"1", "n"), step(b"2", "m")])
+        async with self.opened(tmp_path, "b") as running:
+            async with self.opened(tmp_path, "a\ud800") as over:
+                await over.prune(Covered(7, []))
+                identity = over.identity
+            with running.inspect() as outside, self.make(tmp_path).inspect() as other:
+                a, b = outside.jobs()
+                assert list(other.jobs()) == [a, b]
+                await running.prune(Covered(3, [(b"1", "m")]))
+                b_later = outside.jobs()[1]
+        assert (a.name, a.identity, a.epoch, a.pruned_through) == ("a\ud800", identity, 1, 7)
+        assert (a.running, a.messages) == (False, 0)
+        assert (b.name, b.epoch, b.running, b.messages, b.pruned_through) == ("b", 2, True, 3, 0)
+        assert (b.owner, b.pid) == ("the conformance suite", os.getpid())
+        assert b.host
+        assert datetime.fromisoformat(b.since).tzinfo is not None
+        assert (b_later.messages, b_later.pruned_through) == (2, 3)
+        with self.make(tmp_path).inspect() as outside:
+            assert [job.running for job in outside.jobs()] == [False, False]
+
+    @in_loop
+    async def test_an_outsider_reads_records_in_order(self, tmp_path: Path) -> None:
+        put = [
+            step(key, f"m{number % 5}", number, task=f"t{number % 2}", result="x" * (number % 3) * 10_000)
+            for number in range(700)
+            for key in (b"2", b"1", b"\xff\0")
+        ]
+        async with self.opened(tmp_path) as store, self.opened(tmp_path, "other") as other:
+            for start in range(0, len(put), 50):
+                await store.put(put[start : start + 50])
+                await other.put([step(b"1", "m0", task="of another job")])
+            with store.inspect() as outside:
+                assert list(outside.records("job")) == put
+                for key in (b"1", b"2", b"\xff\0", b"", b"\xff"):
+                    assert list(outside.records("job", key)) == [each for each in put if each.key == key]
+                    of_message = [each for each in put if each[:2] == (key, "m3")]
+                    assert list(outside.records("job", key, "m3")) == of_message
+                assert list(outside.records("job", None, "m1")) == [each for each in put if each.message == "m1"]
+                assert list(outside.messages("job")) == list(dict.fromkeys((each.key, each.message) for each in put))
+                assert len(list(outside.records("other"))) == len(put) // 50
+
+    @in_loop
+    async def test_an_outsider_reads_any_key_and_id(self, tmp_path: Path) -> None:
+        put = [step(key, text, task=text) for key in ODD_KEYS[::4] for text in ODD_TEXTS]
+        put += [step(key, "m") for key in ODD_KEYS]
+        async with self.opened(tmp_path) as store:
+            await store.put(put)
+        with self.make(tmp_path).inspect() as outside:
+            assert list(outside.records("job")) == put
+            assert list(outside.messages("job")) == [each[:2] for each in put]
+            for each in put[::7]:
+                assert list(outside.records("job", each.key, each.message)) == [each]
+
+    @in_loop
+    async def test_an_outsider_may_read_while_the_owner_writes_and_prunes(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", f"m{number}", result="x" * 2000) for number in range(1000)])
+            with store.inspect() as outside:
+                reading = outside.records("job")
+                first = next(reading)
+                await store.prune(Covered(1, [(b"1", f"m{number}") for number in range(1000)]))
+                await store.put([step(b"2", f"n{number}") for number in range(1000)])
+                # As of one moment, though much has changed since.
+                assert [each.message for each in [first, *reading]] == [f"m{number}" for number in range(1000)]
+                assert [each.message for each in outside.records("job")] == [f"n{number}" for number in range(1000)]
+
+    @in_loop
+    async def test_an_outsider_knows_no_job_that_was_never_opened(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path, "the-job") as store:
+            with store.inspect() as outside:
+                uses: list[Callable[[], object]] = [
+                    *(lambda: outside.messages("jo"), lambda: outside.records("jo"), lambda: outside.decisions("jo")),
+                    lambda: outside.decide("jo", decision(b"1", "m")),
+                ]
+                for use in uses:
+                    with pytest.raises(StoreError, match=r"no job 'jo'.*'the-job'"):
+                        use()
+                assert [job.name for job in outside.jobs()] == ["the-job"]
+                outside.close()
+                outside.close()
+
+    def test_looking_where_nothing_is_makes_nothing(self, tmp_path: Path) -> None:
+        try:
+            with self.make(tmp_path).inspect() as outside:
+                assert list(outside.jobs()) == []
+        except StoreError:
+            pass
+        assert files(tmp_path) == []
+
+    @in_loop
+    async def test_looking_in_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            await store.put([step(b"1", "m")])
+        before = files(tmp_path)
+        with self.make(tmp_path).inspect() as outside:
+            assert len(outside.jobs()) == len(list(outside.records("job"))) == 1
+            assert outside.decisions("job") == []
+        assert files(tmp_path) == before
 
     # --- much at a time ---
 
