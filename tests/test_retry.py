@@ -33,6 +33,7 @@ from dalsegno import (
 from dalsegno.core.records import CallState, Record, dump_body, fold
 from dalsegno.core.transitions import CallStatus
 from tests.helpers import STORES, Scripted, Tools, World, crash, crashed, for_ever, run, until
+from tests.test_parking import retry, signal
 from tests.virtual_time import VirtualTime
 
 EFFECTS: list[Any] = ["read", "idempotent", "once"]
@@ -506,6 +507,40 @@ def test_a_doubt_beside_it_ends_a_back_off_at_once(world: World, tools: Tools, t
     report = run(world.runner(Scripted(body)), ["a"], world.out)
     assert len(report.parked) == 1
     assert flaky.attempts == [1]
+
+
+def test_a_message_that_waits_for_a_signal_is_set_aside_without_sitting_out_a_back_off(
+    world: World, time: VirtualTime
+) -> None:
+    flaky = Flaky(1)
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        asking = asyncio.ensure_future(ctx.durable_execute(flaky.ask, value, effect="read", retry=POLICY))
+        await until(lambda: time.waits or len(flaky.attempts) > 1)
+        return [await ctx.wait_for("approval"), await asking]
+
+    time.held = True
+    assert len(run(world.runner(Scripted(body)), ["a"], world.out).parked) == 1
+    time.held = False
+    assert signal(world, None, "yes")
+    run(world.runner(Scripted(body)), ["a"], world.out)
+    assert world.outputs() == [["yes", "done a"]]
+    assert flaky.attempts == [1, 2]
+    assert time.waits == [8, 8]
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_a_message_that_is_parked_because_it_failed_has_one_attempt_when_it_is_retried(
+    world: World, time: VirtualTime, effect: Any
+) -> None:
+    flaky = Flaky(3)
+    report = run(world.runner(asks(flaky, effect=effect), on_failure="park"), ["a"], world.out)
+    assert len(report.parked) == 1
+    assert flaky.attempts == [1, 2, 3]
+    assert retry(world, None)
+    run(world.runner(asks(flaky, effect=effect), on_failure="park"), ["a"], world.out)
+    assert flaky.attempts == [1, 2, 3, 4]
+    assert world.outputs() == ["done a"]
 
 
 def test_an_action_that_ends_does_not_wait_for_a_back_off_that_nobody_awaits(world: World, time: VirtualTime) -> None:

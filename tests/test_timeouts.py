@@ -27,6 +27,7 @@ from dalsegno import (
     current_call,
 )
 from tests.helpers import PATIENCE, STORES, Scripted, Tools, World, crashed, for_ever, run, until
+from tests.test_parking import resolve
 
 SHORT = 0.02
 AT_ONCE = RetryPolicy(attempts=3, backoff=0)
@@ -244,6 +245,18 @@ def test_a_once_call_that_nobody_can_tell_of_is_parked(world: World, tools: Tool
     assert run(world.runner(settled), ["a"], world.out).parked == []
     assert world.outputs() == ["found"]
     assert tools.made == ["a"]
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_once_call_that_took_too_long_is_resolved_by_a_person(world: World, tools: Tools, happened: bool) -> None:
+    agent = calls(tools.call, timeout=SHORT, retry=AT_ONCE)
+    tools.hang_on = {"a"}
+    assert len(run(world.runner(agent), ["a"], world.out).parked) == 1
+    assert resolve(world, None, happened=happened, result="receipt 7")
+    tools.hang_on = set()
+    assert run(world.runner(agent), ["a"], world.out).parked == []
+    assert world.outputs() == ["receipt 7" if happened else "done a"]
+    assert tools.made == (["a"] if happened else ["a", "a"])
 
 
 def test_a_once_call_that_happened_all_the_same_has_its_result_at_once(world: World, tools: Tools) -> None:
