@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "dalsegno"
 
-_BASE = "errors registry effects events memory agent context cipher"
+_BASE = "errors registry effects events memory agent context cipher retry recorded"
 _ALL = f"{_BASE} core stores runners"
 
 # What each part may import besides itself; "core.records" is that module alone, "dalsegno" the package's public names.
@@ -27,7 +27,9 @@ ALLOWED = {
         "events": "errors registry effects memory",
         "memory": "errors registry effects events",
         "agent": "errors registry effects events memory context",
-        "context": "errors registry effects events memory agent",
+        "context": "errors registry effects events memory agent retry",
+        "retry": "errors",
+        "recorded": "",
         "core": _BASE,
         "stores": "errors registry cipher core.records core.codec core.identity",
         "runners": f"{_BASE} core stores",

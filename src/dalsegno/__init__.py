@@ -5,8 +5,8 @@ failure, never done twice.
 
 What to read, in this order:
 
-* `dalsegno.agent`, `dalsegno.events`, `dalsegno.context`, `dalsegno.memory`, `dalsegno.effects`: what an agent is
-  written with.
+* `dalsegno.agent`, `dalsegno.events`, `dalsegno.context`, `dalsegno.memory`, `dalsegno.effects`, `dalsegno.retry`: what
+  an agent is written with.
 * `dalsegno.runners.local`: how it is run.
 * `dalsegno.core.executor` and `dalsegno.core.task`: how a message is run or played back; `dalsegno.core.journal`: how
   calls are matched with their record; `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is
@@ -18,7 +18,7 @@ What to read, in this order:
 from dalsegno.agent import Agent, action
 from dalsegno.cipher import AesGcmCipher, PayloadCipher
 from dalsegno.context import RunnerContext
-from dalsegno.effects import DidNotHappen, Happened, Unknown, current_call
+from dalsegno.effects import DidNotHappen, Happened, IdempotencyKey, Unknown, current_call
 from dalsegno.errors import (
     ActionError,
     CodecError,
@@ -38,6 +38,7 @@ from dalsegno.errors import (
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import MemoryObject
 from dalsegno.registry import register
+from dalsegno.retry import RetryPolicy
 from dalsegno.runners.local import LocalRunner
 from dalsegno.runners.report import RunReport
 
@@ -55,6 +56,7 @@ __all__ = [
     "Event",
     "FencedError",
     "Happened",
+    "IdempotencyKey",
     "InDoubtError",
     "InputError",
     "InputEvent",
@@ -67,6 +69,7 @@ __all__ = [
     "PayloadCipher",
     "RecordError",
     "RestoreError",
+    "RetryPolicy",
     "RunReport",
     "RunnerContext",
     "StoreError",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from uuid import UUID
 
-from dalsegno.effects import Effect
+from dalsegno.effects import Effect, running
 from dalsegno.events import Event
 from dalsegno.memory import MemoryObject
+from dalsegno.retry import RetryPolicy
 
 T = TypeVar("T")
 
@@ -19,6 +21,9 @@ class CallOptions(NamedTuple):
     effect: Effect = "once"
     reconcile: Callable[..., Any] | None = None
     name: str | None = None
+    retry: RetryPolicy | None = None
+    timeout: float | None = None
+    idempotency_key: bool = False
 
 
 class ActionHost(Protocol):
@@ -41,6 +46,11 @@ class ActionHost(Protocol):
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, /
     ) -> Any: ...
+    def now(self) -> Coroutine[Any, Any, datetime]: ...
+    def random(self) -> Coroutine[Any, Any, float]: ...
+    def uuid(self) -> Coroutine[Any, Any, UUID]: ...
+    def sleep(self, duration: float | timedelta, /) -> Coroutine[Any, Any, None]: ...
+    async def gather(self, items: Sequence[Any], limit: int | None, /) -> list[Any]: ...
     async def wait_for(self, name: str, limit: float | timedelta | None, /) -> Any: ...
     def send(self, event: Event, /) -> None: ...
 
@@ -81,6 +91,20 @@ class RunnerContext:
         """Scratch memory of this message; gone when the message is done."""
         return self._host.sensory
 
+    @property
+    def idempotency_key(self) -> str:
+        """The key of the durable call that is being executed, as in `current_call`.
+
+        For callees that are closures or methods. Raises `LookupError` outside of a call and its ``reconcile``.
+        """
+        call = running.get(None)
+        if call is None:
+            raise LookupError(
+                "ctx.idempotency_key is the key of a durable call, so it is only known inside a function that runs in "
+                "ctx.durable_execute, or in its reconcile"
+            )
+        return call().idempotency_key
+
     def send_event(self, event: Event) -> None:
         """Send *event* when the action is done; an `OutputEvent` leaves through the sink.
 
@@ -98,6 +122,9 @@ class RunnerContext:
         effect: Effect = ...,
         reconcile: Callable[..., Any] | None = ...,
         name: str | None = ...,
+        retry: RetryPolicy | None = ...,
+        timeout: float | None = ...,
+        idempotency_key: bool = ...,
         kwargs: Mapping[str, Any] | None = ...,
         **named: Any,
     ) -> Coroutine[Any, Any, T]: ...
@@ -110,6 +137,9 @@ class RunnerContext:
         effect: Effect = ...,
         reconcile: Callable[..., Any] | None = ...,
         name: str | None = ...,
+        retry: RetryPolicy | None = ...,
+        timeout: float | None = ...,
+        idempotency_key: bool = ...,
         kwargs: Mapping[str, Any] | None = ...,
         **named: Any,
     ) -> Coroutine[Any, Any, T]: ...
@@ -121,6 +151,9 @@ class RunnerContext:
         effect: Effect = "once",
         reconcile: Callable[..., Any] | None = None,
         name: str | None = None,
+        retry: RetryPolicy | None = None,
+        timeout: float | None = None,
+        idempotency_key: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> Coroutine[Any, Any, Any]:
@@ -132,11 +165,17 @@ class RunnerContext:
         function runs in a thread. Arguments go to *function* as copies decoded from their record; those that are named
         like an option of this method go into *kwargs*.
 
+        *retry* makes the call again when it raises; failed attempts are recorded, so a restart goes on counting, and
+        waits no longer than what is left. *timeout* is in seconds, for each attempt. A ``"read"`` or ``"idempotent"``
+        call that takes longer raises `TimeoutError`; a ``"once"`` call is then in doubt. With *idempotency_key* the
+        function gets the key of the call as its argument ``idempotency_key``; a parameter that is annotated with
+        `IdempotencyKey` gets it anyway.
+
         Raises what *function* raises, as decoded from its record; `CodecError` when an argument or the result cannot be
         recorded; `DefinitionError` when the function has no stable name or an argument and an option share a name.
         """
-        options = CallOptions(effect, reconcile, name)
-        return self._host.call(function, args, {**named, **(kwargs or {})}, options)
+        options = CallOptions(effect, reconcile, name, retry, timeout, idempotency_key)
+        return self._host.call(function, args, {**named, **kwargs} if kwargs else named, options)
 
     def durable_execute_sync(
         self,
@@ -146,12 +185,43 @@ class RunnerContext:
         effect: Effect = "once",
         reconcile: Callable[..., Any] | None = None,
         name: str | None = None,
+        retry: RetryPolicy | None = None,
+        timeout: float | None = None,
+        idempotency_key: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> Any:
         """`durable_execute` for an action that is a plain ``def``: waits for the call and returns its result."""
-        options = CallOptions(effect, reconcile, name)
-        return self._host.call_from_thread(function, args, {**named, **(kwargs or {})}, options)
+        options = CallOptions(effect, reconcile, name, retry, timeout, idempotency_key)
+        return self._host.call_from_thread(function, args, {**named, **kwargs} if kwargs else named, options)
+
+    def now(self) -> Coroutine[Any, Any, datetime]:
+        """The present time in UTC, recorded: the same in every replay. Must be awaited, as all that follows."""
+        return self._host.now()
+
+    def random(self) -> Coroutine[Any, Any, float]:
+        """A random number from 0 up to, but not including, 1, recorded."""
+        return self._host.random()
+
+    def uuid(self) -> Coroutine[Any, Any, UUID]:
+        """A random UUID (version 4), recorded."""
+        return self._host.uuid()
+
+    def sleep(self, duration: float | timedelta) -> Coroutine[Any, Any, None]:
+        """Wait that many seconds, over restarts: when it is over is recorded, and a restart waits only what is left.
+
+        The message keeps its place among those in flight. Raises `DefinitionError` for a negative or endless duration.
+        """
+        return self._host.sleep(duration)
+
+    async def gather(self, *calls: Awaitable[T] | Callable[[], Awaitable[T]], limit: int | None = None) -> list[T]:
+        """Await *calls* side by side, at most *limit* at a time, and return their results in order.
+
+        *calls* are awaitables, and functions without arguments that return one. They begin in order. All of them are
+        made and end, also when one raises; then the first exception, in order, is raised. When this is cancelled,
+        those in flight are cancelled and the others never begin.
+        """
+        return await self._host.gather(calls, limit)
 
     async def wait_for(self, name: str, *, timeout: float | timedelta | None = None) -> Any:  # noqa: ASYNC109  it is durable
         """Wait until somebody sends the signal *name* to this message key, and return what they sent.

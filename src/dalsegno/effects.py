@@ -15,11 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 Effect = Literal["read", "idempotent", "once"]
 EFFECTS: tuple[Effect, ...] = ("read", "idempotent", "once")
 """From harmless to harmful to repeat."""
+
+
+IdempotencyKey = NewType("IdempotencyKey", str)
+"""The type of a parameter that is to get the idempotency key of the call, unless the caller gives it himself.
+
+It is a str. The key is not among the recorded arguments.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from dalsegno.core.records import CallState, Park, TaskActionState, new_body
@@ -106,6 +107,7 @@ class Journal:
         state = call.state
         state.attempt += 1
         state.effect = effect
+        state.retry_at = None
         body = _request("requested", state)
         if answer is not None:
             body["answer"] = answer
@@ -125,6 +127,19 @@ class Journal:
         """The call raised *error* (a codec tree): recorded when the action goes on, if it does."""
         call.state.error = error
         self._pending_failures[call.state.number] = call
+
+    def retry(self, call: Call, error: Any, retry_at: datetime) -> None:
+        """Record that an attempt raised *error* (a codec tree), and that the next one is due *retry_at*, in UTC."""
+        state = call.state
+        self._unannounced.pop(state.number, None)
+        if state.status is _NEW or state.status is _OPEN:
+            body = _request("failed", state)
+        else:
+            body = new_body("failed") | {"call": state.number}
+        self._emit(body | {"attempt": state.attempt, "error": error, "retry_at": retry_at.isoformat()})
+        state.status = _FAILED
+        state.failures += 1
+        state.retry_at = retry_at
 
     def raised(self, call: Call, error: BaseException) -> None:
         """*error* is what the action gets for the failure of *call*."""
@@ -146,8 +161,11 @@ class Journal:
         for state in [call.state for call in pending.values()] + [
             state for state, error in self._raised if state.unsure and id(error) in left
         ]:
-            if state.status in (_REQUESTED, _COMPLETED):
-                self._emit(new_body("failed") | {"call": state.number, "error": state.error})
+            if state.status in (_REQUESTED, _COMPLETED) or state.failures:
+                body = new_body("failed") | {"call": state.number, "error": state.error}
+                if state.status is _FAILED:  # a `read` call, whose attempts are on record only when they fail
+                    body["attempt"] = state.attempt
+                self._emit(body)
                 state.status = _FAILED
 
     def check_complete(self) -> None:

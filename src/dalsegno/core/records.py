@@ -8,7 +8,8 @@ kind        holds
 requested   a call is about to start: its number, name, argument fingerprint, effect, arguments, attempt
 completed   its outcome, a result or the exception that the action caught
 called      both in one, for a `read` call, which needs no record before it starts
-failed      an attempt raised and the exception left the action; not final
+failed      an attempt raised, and another one is due or the exception left the action; not final. Of a `read` call
+            that has no record yet it also holds what ``requested`` does
 parked      the message is set aside, see `Park`, until anything else is recorded
 begun       after a crash: the message is begun once more, for the how-manieth time
 done        the action task is done: its memory updates and output events; ``last`` ends the message
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,6 +79,10 @@ class CallState:
     """The tree of the exception, when the outcome is one."""
     unsure: bool = False
     """Whether the exception may still have been on its way out of the action when it was recorded."""
+    failures: int = 0
+    """How many attempts are recorded as failed."""
+    retry_at: datetime | None = None
+    """When the next attempt is due, if the last one failed and is to be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +229,22 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
     if "args" in body:
         call.args, call.kwargs, call.effect = body["args"], body.get("kwargs", {}), body["effect"]
         call.attempt = body.get("attempt", 1)
+    elif "attempt" in body:
+        call.attempt = body["attempt"]
+    call.failures += kind == "failed"
+    call.retry_at = _moment(body["retry_at"]) if "retry_at" in body else None
     if "error" in body:
         call.error, call.unsure = body["error"], body.get("unsure", False)
     elif call.status is CallStatus.COMPLETED:
         call.result, call.error = body["result"], None
     return call
+
+
+def _moment(text: str) -> datetime:
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone")
+    return moment
 
 
 def _outcome(state: TaskActionState, body: dict[str, Any], where: str) -> None:

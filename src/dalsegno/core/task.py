@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from uuid import UUID
 
-from dalsegno import effects
+from dalsegno import effects, recorded
 from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
 from dalsegno.core import codec, decisions
-from dalsegno.core.callee import Callee, check_options, describe
+from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
+from dalsegno.core.gather import check as check_gathered
+from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
+from dalsegno.core.pauses import Pauses, after, seconds_of
 from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, as_record, dump_body, new_body
+from dalsegno.core.time_limit import OutOfTime, Watched, in_time
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
 from dalsegno.errors import (
     ActionError,
     CodecError,
-    DalSegnoError,
     DefinitionError,
     DivergenceError,
     InDoubtError,
@@ -36,6 +40,7 @@ from dalsegno.errors import (
 )
 from dalsegno.events import Event, OutputEvent
 from dalsegno.memory import MemoryObject, MemoryTransaction, Node
+from dalsegno.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from dalsegno.core.executor import Message
@@ -50,6 +55,8 @@ _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
 _POLL_SECONDS = 0.01
+_AGAIN = object()
+"""In place of an outcome: the attempt failed, and another one is due."""
 
 
 class Unwind(BaseException):
@@ -96,8 +103,15 @@ class Environment:
     stopping: bool = False
     decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
     """What people decided, by key and id of the message: the body of each decision by its target."""
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    pauses: Pauses = field(default_factory=Pauses)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
+
+    def stop(self) -> None:
+        """From now on no call starts, and none is waited for that is only due later."""
+        self.stopping = True
+        self.pauses.cut()
 
     async def give_way(self) -> None:
         """Let the event loop do other things, and wait if more is to be recorded than the store keeps up with."""
@@ -153,6 +167,7 @@ class ActionTask:
     """The task of the event loop that runs an async action itself."""
     _last_sequential = True
     _made = 0
+    _pausing = 0
     _callee_owners: dict[str, object] | None = None
 
     def __init__(
@@ -216,6 +231,8 @@ class ActionTask:
                 raise
             failure = error
         self._ended = True  # what still runs beside it may end its call, but starts none
+        if self._pausing:
+            self._environment.pauses.cut(self)
         if self._in_flight:
             await self._settle()
         if self.park is not None:
@@ -287,6 +304,8 @@ class ActionTask:
 
     async def _stop_with(self, verdict: Exception) -> NoReturn:
         self._verdict = self._verdict or verdict
+        if self._pausing:
+            self._environment.pauses.cut(self)
         # In a task group the other calls would be cancelled, and so in doubt, if this one left at once.
         await self._settle()
         raise Unwind
@@ -337,6 +356,62 @@ class ActionTask:
                 )
         self._made += 1
         return callee, name, self._made
+
+    def now(self) -> Coroutine[Any, Any, datetime]:
+        return self._recorded_call("now", self._tell_time)
+
+    async def _tell_time(self) -> datetime:
+        return self._environment.clock().astimezone(UTC)
+
+    def random(self) -> Coroutine[Any, Any, float]:
+        return self._recorded_call("random", recorded.random_number)
+
+    def uuid(self) -> Coroutine[Any, Any, UUID]:
+        return self._recorded_call("uuid", recorded.new_uuid)
+
+    def sleep(self, duration: float | timedelta) -> Coroutine[Any, Any, None]:
+        seconds = seconds_of(duration, "ctx.sleep(...)")
+        return self._sleep(self._recorded_call("sleep", self._wake_up_time, seconds), seconds)
+
+    async def _wake_up_time(self, seconds: float) -> datetime:
+        return after(self._environment.clock, seconds)
+
+    async def _sleep(self, wake_up_time: Coroutine[Any, Any, datetime], seconds: float) -> None:
+        due = await wake_up_time
+        if due <= self._environment.clock():
+            return
+        try:
+            await self._environment.log.barrier()
+        except StoreError as error:
+            await self._stop_with(error)
+        await self._pause(due, seconds)
+        halt = self._halt()
+        if halt is not None:
+            await self._stop_with(halt)
+        self._check_running()
+
+    async def gather(self, items: Sequence[Any], limit: int | None) -> list[Any]:
+        not_yet = set(self._not_awaited)
+        check_gathered(items, limit)
+        self._check_async("gather")
+        try:
+            return await gather(items, limit)
+        except asyncio.CancelledError:
+            for token in not_yet:  # those that now never begin
+                self._not_awaited.pop(token, None)
+            raise
+
+    def _recorded_call(self, what: str, function: Callable[..., Any], *args: Any) -> Coroutine[Any, Any, Any]:
+        self._check_async(what)
+        return self.call(function, args, {}, CallOptions("read", None, f"dalsegno.{what}"))
+
+    def _check_async(self, what: str) -> None:
+        if not self._spec.is_async:
+            raise DefinitionError(
+                f"ctx.{what}(...) must be awaited, and action {self._spec.name!r} is a plain def, where nothing can "
+                "be: declare it with async def, or record what a function of yours returns with "
+                "ctx.durable_execute_sync(...)"
+            )
 
     def send(self, event: Event) -> None:
         self._check_running()
@@ -403,7 +478,9 @@ class ActionTask:
         if call.state.status is _COMPLETED:
             self._environment.counters.replayed += 1
             return self._replayed(call)
-        return await self._perform(call, function, callee, options)
+        if options.retry is None and not (callee.marked or options.idempotency_key):
+            return await self._perform(call, function, callee, options)
+        return await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
 
     async def wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         self._check_running()
@@ -482,6 +559,13 @@ class ActionTask:
         self._last_sequential = sequential
         return call
 
+    async def _perform_in_attempts(
+        self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions
+    ) -> Any:
+        while (outcome := await self._perform(call, function, callee, options)) is _AGAIN:
+            pass
+        return outcome
+
     async def _perform(self, call: Call, function: Callable[..., Any], callee: Callee, options: CallOptions) -> Any:
         """Make the call and record its outcome. A signal, as when it is cancelled, is none."""
         if self._environment.stopping:
@@ -492,6 +576,9 @@ class ActionTask:
         try:
             effect, answer = options.effect, None
             if call.state.status is not _NEW:
+                if options.retry is not None and call.state.retry_at is not None:
+                    await self._wait_for_retry(call.state.retry_at, options.retry)
+                options = with_key_for_reconcile(options)
                 effect = _stricter(effect, call.state.effect)
                 if effect == "once" and _may_have_happened(call.state.status, options):
                     settled = await self._reconcile(call, options)
@@ -508,9 +595,18 @@ class ActionTask:
                 await self._environment.log.barrier()
             self._environment.counters.executed += 1
             try:
-                return self._returned(call, await self._invoke(call, function, callee.is_async))
+                if options.timeout is None:
+                    return self._returned(call, await self._invoke(call, function, callee.is_async))
+                return self._returned(call, await self._invoke_in_time(call, function, callee, options.timeout))
+            except OutOfTime as late:
+                if effect == "once":
+                    settled = await self._settle_late(call, options, late)
+                    if settled is not None:
+                        self._journal.complete(call, *settled)
+                        return codec.from_tree(settled[0])
+                failure = self._failed_or_due(call, late.error, options.retry)
             except Exception as error:
-                failure = self._failed(call, error)
+                failure = self._failed_or_due(call, error, options.retry)
             except SystemExit as error:
                 # As an outcome it would end every replay; out of a task of the action it would end the event loop.
                 raise self._unrecordable(
@@ -529,7 +625,8 @@ class ActionTask:
                 self._idle.set()
         if verdict is not None:
             await self._stop_with(verdict)
-        assert failure is not None
+        if failure is None:
+            return _AGAIN
         raise failure from failure.__cause__  # here, where nothing is being handled that would become its context
 
     def _returned(self, call: Call, result: Any) -> Any:
@@ -549,6 +646,43 @@ class ActionTask:
         self._journal.raised(call, decoded)
         return decoded.with_traceback(error.__traceback__)
 
+    def _failed_or_due(self, call: Call, error: Exception, retry: RetryPolicy | None) -> Exception | None:
+        """What the action gets, or None when the call is to be made again, which is then recorded."""
+        if retry is None or call.state.failures + 1 >= retry.attempts or not self._covers(call, error, retry):
+            return self._failed(call, error)
+        due = after(self._environment.clock, retry.wait(call.state.failures + 1))
+        self._journal.retry(call, codec.encode_exception(error), due)
+        return None
+
+    def _covers(self, call: Call, error: Exception, retry: RetryPolicy) -> bool:
+        try:
+            return retry.covers(error)
+        except Exception as mistake:
+            why = f"raised {error!r}, and retry_on raised {type(mistake).__name__}: {mistake}{raised_at(mistake)}"
+            raise self._unrecordable(call, mistake, why) from mistake
+
+    async def _wait_for_retry(self, due: datetime, retry: RetryPolicy) -> None:
+        await self._pause(due, retry.longest_wait)
+        halt = self._halt()
+        if halt is not None:
+            raise _Unrecordable(halt)
+        self._check_running()
+
+    async def _pause(self, due: datetime, longest: float) -> None:
+        """Wait until *due*, but not longer than *longest* seconds, and no longer than the action may go on."""
+        if self._ended or self._halt() is not None:
+            return
+        environment = self._environment
+        self._pausing += 1
+        try:
+            await environment.pauses.until(due, longest, environment.clock, environment.sleep, self)
+        finally:
+            self._pausing -= 1
+
+    def _halt(self) -> Exception | None:
+        """Why the action must not go on."""
+        return self._verdict or (Stopped() if self._environment.stopping else None)
+
     def _unrecordable(self, call: Call, error: BaseException, why: str) -> _Unrecordable:
         reason = ActionError(f"{self}: the call {call.state.name} {why}")
         reason.__cause__ = error
@@ -559,7 +693,8 @@ class ActionTask:
         state = call.state
         args = codec.from_tree(state.args)
         kwargs = codec.from_tree(state.kwargs) if state.kwargs else {}
-        token = effects.running.set(lambda: self._current_call(call))
+        attempt = state.attempt
+        token = effects.running.set(lambda: self._current_call(call, attempt))
         try:
             if is_async:
                 return await function(*args, **kwargs)
@@ -568,7 +703,27 @@ class ActionTask:
         finally:
             effects.running.reset(token)
 
-    def _current_call(self, call: Call) -> CurrentCall:
+    async def _invoke_in_time(self, call: Call, function: Callable[..., Any], callee: Callee, seconds: float) -> Any:
+        watched = None if callee.is_async else Watched(function)
+        return await in_time(
+            self._invoke(call, watched or function, callee.is_async), seconds, call.state.name, watched
+        )
+
+    async def _settle_late(self, call: Call, options: CallOptions, late: OutOfTime) -> tuple[Any, str] | None:
+        """`_reconcile` for a call that was cut off by its time limit."""
+        if late.runs:
+            raise self._in_doubt(
+                call,
+                f"{self}: {late.error}, and may still happen, because it runs in a thread, which nothing can end; it "
+                "has effect='once', so it is not made again, and its reconcile, if it has one, is asked in the next "
+                "run",
+            )
+        try:
+            return await self._reconcile(call, with_key_for_reconcile(options))
+        except InDoubtError as error:
+            raise self._in_doubt(call, f"{error} ({late.error})") from error.__cause__
+
+    def _current_call(self, call: Call, attempt: int) -> CurrentCall:
         state = call.state
         key = idempotency_key(
             self.job,
@@ -579,7 +734,7 @@ class ActionTask:
             state.arguments,
             call.occurrence,
         )
-        return CurrentCall(self.job, state.name, state.attempt, key)
+        return CurrentCall(self.job, state.name, attempt, key)
 
     async def _reconcile(self, call: Call, options: CallOptions) -> tuple[Any, str] | None:
         """What a call that happened returned, and who says so; None if it did not happen.
@@ -681,7 +836,7 @@ def _is_being_cancelled() -> bool:
 class _Unrecordable(BaseException):
     """Carries the reason past the handlers that are for what the callee raises."""
 
-    def __init__(self, reason: DalSegnoError) -> None:
+    def __init__(self, reason: Exception) -> None:
         self.reason = reason
 
 

@@ -8,7 +8,7 @@ state      meaning
 new        nothing is recorded
 open       a `read` call that was seen in flight; it may or may not have run
 requested  the request is durable, the outcome is not known
-failed     the last attempt raised, and the exception left the action: not final, it is tried again
+failed     the last attempt raised and is to be tried again, or the exception left the action: not final
 completed  the outcome, a result or an exception that the action caught, is recorded: final, unless that exception
            turns out to have left the action
 ========== =========================================================================================
@@ -34,14 +34,17 @@ CALL_TRANSITIONS: dict[tuple[CallStatus, str], CallStatus] = {
     (_S.NEW, "open"): _S.OPEN,
     (_S.NEW, "requested"): _S.REQUESTED,
     (_S.NEW, "called"): _S.COMPLETED,
+    (_S.NEW, "failed"): _S.FAILED,
     (_S.OPEN, "open"): _S.OPEN,
     (_S.OPEN, "requested"): _S.REQUESTED,
     (_S.OPEN, "called"): _S.COMPLETED,
+    (_S.OPEN, "failed"): _S.FAILED,
     (_S.REQUESTED, "requested"): _S.REQUESTED,
     (_S.REQUESTED, "failed"): _S.FAILED,
     (_S.REQUESTED, "completed"): _S.COMPLETED,
     (_S.COMPLETED, "failed"): _S.FAILED,
     (_S.FAILED, "requested"): _S.REQUESTED,
+    (_S.FAILED, "failed"): _S.FAILED,
     (_S.FAILED, "completed"): _S.COMPLETED,
 }
 

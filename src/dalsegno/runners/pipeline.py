@@ -214,7 +214,7 @@ class Pipeline:
 
     def stop(self) -> None:
         """Start no new call, let those in flight end, take a last checkpoint and return from `run`."""
-        self.environment.stopping = True
+        self.environment.stop()
         self._news.set()
         if self._reader is not None:
             self._reader.cancel()
