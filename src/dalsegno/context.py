@@ -226,9 +226,9 @@ class RunnerContext:
     async def wait_for(self, name: str, *, timeout: float | timedelta | None = None) -> Any:  # noqa: ASYNC109  it is durable
         """Wait until somebody sends the signal *name* to this message key, and return what they sent.
 
-        Sent by ``dalsegno signal JOB KEY NAME JSON`` or `LocalRunner.signal`, once: a second answer is refused. While
-        it waits, the message is set aside: it costs no memory, survives restarts, and other keys go on; later messages
-        of its key wait behind it. The action is replayed when the answer is there.
+        Sent by ``dalsegno signal JOB KEY NAME JSON``, once: a second answer is refused. While it waits, the message is
+        set aside: its content leaves memory, it survives restarts, and other keys go on; later messages of its key wait
+        behind it. The action is replayed when the answer is there.
 
         *timeout* is in seconds, counted from the first time that the action gets here. Raises `TimeoutError` when
         nobody answered in time, and `DefinitionError` for a wrong name or timeout.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from dalsegno.errors import DefinitionError
 
@@ -78,7 +78,7 @@ class RetryPolicy:
         return self.max_backoff * (1 + self.jitter)
 
 
-def is_number(value: object, least: float, most: float) -> bool:
+def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
     """Whether *value* is an int or float from *least* to *most*, which NaN and booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 

@@ -171,7 +171,7 @@ class Executor:
                 f"{task}: the message was begun {begun + 1} times, and each time the process ended before the message "
                 "did; see what it does to the process, then retry it"
             )
-            task.set_aside(Park(reason.encode(errors="backslashreplace").decode(), "attempts"))
+            task.set_aside(Park.because(reason, "attempts"))
             raise SetAside
         await task.begin(begun + 1)
 
@@ -180,7 +180,7 @@ class Executor:
         if task is None or (isinstance(error, ActionError) and not self._park_failures):
             raise error
         if isinstance(error, ActionError):
-            task.set_aside(Park(str(error).encode(errors="backslashreplace").decode(), "failed"))
+            task.set_aside(Park.because(str(error), "failed"))
         assert task.park is not None
         return Parked(task.park, task.until)
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 from dalsegno.errors import DefinitionError
+from dalsegno.retry import is_number
 
 Clock = Callable[[], datetime]
 """Gives the present moment, with its time zone."""
@@ -63,7 +64,7 @@ def after(clock: Clock, seconds: float) -> datetime:
 def seconds_of(duration: object, where: str) -> float:
     """A duration as seconds; raises `DefinitionError` for what is none, with *where* it was given."""
     seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= _LONGEST:
+    if not is_number(seconds, 0, _LONGEST):
         raise DefinitionError(
             f"{where}: {duration!r} is no duration; give a number of seconds or a timedelta, from 0 to 100 years"
         )

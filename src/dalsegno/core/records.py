@@ -97,6 +97,11 @@ class Park:
     call: int | None = None
     """The number of the call in doubt, or of the wait."""
 
+    @classmethod
+    def because(cls, reason: str, why: str, call: int | None = None) -> Park:
+        """With a *reason* in which anything may be quoted: what cannot be written as UTF-8 is escaped."""
+        return cls(reason.encode(errors="backslashreplace").decode(), why, call)
+
 
 COUNTED = ("failed", "attempts")
 """Why a message is parked until it is retried; each time is another question."""

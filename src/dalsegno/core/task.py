@@ -476,7 +476,6 @@ class ActionTask:
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
         call = await self._match(name, digest, arguments, keywords)
         if call.state.status is _COMPLETED:
-            self._environment.counters.replayed += 1
             return self._replayed(call)
         if options.retry is None and not (callee.marked or options.idempotency_key):
             return await self._perform(call, function, callee, options)
@@ -491,29 +490,26 @@ class ActionTask:
                 "to wait for a signal"
             )
         check_name(name, "the name of the signal in ctx.wait_for(...)")
-        seconds = _seconds(limit)
+        seconds = None if limit is None else seconds_of(limit, "ctx.wait_for(..., timeout=...)")
         arguments, keywords, digest = _encode_arguments(WAIT, (name,), {})
         call = await self._match(WAIT, digest, arguments, keywords)
         state = call.state
         if state.status is _COMPLETED:
-            self._environment.counters.replayed += 1
             return self._replayed(call)
         if state.status is _NEW:
             if seconds is not None:
-                until = self._environment.clock() + timedelta(seconds=seconds)
+                until = after(self._environment.clock, seconds)
                 state.kwargs = {"until": until.isoformat(timespec="milliseconds")}
             self._journal.request(call, "idempotent")
         decided = self._decision(decisions.signal_target(self.identity, state.number))
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
-            self._journal.complete(call, decided.value, "signal")
-            return codec.from_tree(decided.value)
+            return self._completed(call, decided.value, "signal")
         self.until = wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
-            failure = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
-            raise failure
-        self.park = Park(f"{self}: waits for the signal {name!r}", "waiting", state.number)
+            raise self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+        self.park = Park.because(f"{self}: waits for the signal {name!r}", "waiting", state.number)
         return await self._stop_with(SetAside())
 
     async def _match(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
@@ -583,8 +579,7 @@ class ActionTask:
                 if effect == "once" and _may_have_happened(call.state.status, options):
                     settled = await self._reconcile(call, options)
                     if settled is not None:
-                        self._journal.complete(call, *settled)
-                        return codec.from_tree(settled[0])
+                        return self._completed(call, *settled)
                     answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
             if effect == "read":
@@ -602,8 +597,7 @@ class ActionTask:
                 if effect == "once":
                     settled = await self._settle_late(call, options, late)
                     if settled is not None:
-                        self._journal.complete(call, *settled)
-                        return codec.from_tree(settled[0])
+                        return self._completed(call, *settled)
                 failure = self._failed_or_due(call, late.error, options.retry)
             except Exception as error:
                 failure = self._failed_or_due(call, error, options.retry)
@@ -636,7 +630,10 @@ class ActionTask:
             raise self._unrecordable(
                 call, error, f"was made, but what it returned cannot be recorded: {error}"
             ) from error
-        self._journal.complete(call, tree)
+        return self._completed(call, tree)
+
+    def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
+        self._journal.complete(call, tree, by)
         return codec.from_tree(tree)
 
     def _failed(self, call: Call, error: Exception) -> Exception:
@@ -777,7 +774,7 @@ class ActionTask:
         )
 
     def _in_doubt(self, call: Call, reason: str) -> InDoubtError:
-        self.park = Park(reason.encode(errors="backslashreplace").decode(), call=call.state.number)
+        self.park = Park.because(reason, "in_doubt", call.state.number)
         return InDoubtError(self.park.reason)
 
     def _decision(self, target: str) -> decisions.Answer | None:
@@ -787,6 +784,7 @@ class ActionTask:
         return decisions.load(target, body) if body is not None else None
 
     def _replayed(self, call: Call) -> Any:
+        self._environment.counters.replayed += 1
         if call.state.error is not None:
             error = codec.decode_exception(call.state.error)
             self._journal.raised(call, error)
@@ -802,21 +800,6 @@ def wait_limit(state: CallState) -> datetime | None:
     """When a call that waits for a signal gives up."""
     until = state.kwargs.get("until")
     return datetime.fromisoformat(until) if until is not None else None
-
-
-def _seconds(timeout: object) -> float | None:
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < _LONGEST:
-        raise DefinitionError(
-            f"ctx.wait_for(..., timeout={timeout!r}): give a number of seconds from 0 on or a timedelta, of less than "
-            "a hundred years, or leave it out to wait without a limit"
-        )
-    return float(seconds)
-
-
-_LONGEST = 100 * 365 * 86_400
 
 
 def _check_not_nested() -> None:
