@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, RunnerContext, RunReport, action
-from dalsegno.core.records import OpenBody, Record, TaskActionState
-from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
+from dalsegno.core.records import Record, TaskActionState
+from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
 from dalsegno.stores.memory import MemoryStore
 from dalsegno.stores.sqlite import SqliteStore
+from dalsegno.stores.wrapping import WrappingStore
 
 STORES = ("memory", "sqlite")
 PATIENCE = 10.0
@@ -26,13 +27,13 @@ PATIENCE = 10.0
 Hook = Callable[[Sequence[Record]], Awaitable[None]]
 
 
-class SpyStore(TaskActionStore):
+class SpyStore(WrappingStore):
     """Passes everything on to *inner*, and lets a test look at, delay or break each write."""
 
     persistent: ClassVar[bool] = True
 
     def __init__(self, inner: TaskActionStore) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.before_put: Hook | None = None
         self.after_put: Hook | None = None
         self.before_open: Callable[[], None] | None = None
@@ -42,27 +43,10 @@ class SpyStore(TaskActionStore):
         self.kept = 0
         self.most_kept = 0
 
-    def read_through(self, open_body: OpenBody | None) -> None:
-        self.inner.read_through(open_body)
-
     async def open(self, job: str, owner: str) -> None:
         if self.before_open is not None:
             self.before_open()
         await self.inner.open(job, owner)
-
-    @property
-    def identity(self) -> str:
-        return self.inner.identity
-
-    @property
-    def pruned_through(self) -> int:
-        return self.inner.pruned_through
-
-    async def keys(self) -> builtins.list[bytes]:
-        return await self.inner.keys()
-
-    async def claim(self, key: bytes) -> builtins.list[TaskActionState]:
-        return await self.inner.claim(key)
 
     async def put(self, records: Sequence[Record]) -> None:
         if self.before_put is not None:
@@ -74,12 +58,6 @@ class SpyStore(TaskActionStore):
         if self.after_put is not None:
             await self.after_put(records)
 
-    async def get(self, key: bytes, task: str) -> TaskActionState | None:
-        return await self.inner.get(key, task)
-
-    async def list(self, key: bytes) -> builtins.list[TaskActionState]:
-        return await self.inner.list(key)
-
     async def prune(self, covered: Covered) -> PruneReport:
         if self.before_prune is not None:
             self.before_prune(covered)
@@ -87,15 +65,6 @@ class SpyStore(TaskActionStore):
         self.pruned.append(covered)
         self.kept -= report.records
         return report
-
-    async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
-        return await self.inner.decisions(after)
-
-    def inspect(self) -> StoreInspector:
-        return self.inner.inspect()
-
-    async def close(self) -> None:
-        await self.inner.close()
 
     def bodies(self) -> builtins.list[dict[str, Any]]:
         """The bodies of everything that was written through this store, in order."""

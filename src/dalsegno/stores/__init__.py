@@ -1,6 +1,7 @@
 """Where task action states are kept: `open_store` chooses by URL.
 
-Modules: ``base`` is the contract, ``memory`` its model, ``sqlite`` the embedded default. A store of another package
+Modules: ``base`` is the contract, ``memory`` its model, ``sqlite`` the embedded default, ``wrapping`` the base of
+stores around another one. A store of another package
 registers the scheme of its URLs as an entry point of the group ``dalsegno.stores``; its object takes the URL and
 returns a `TaskActionStore`. Whether it keeps the contract is what `dalsegno.testing.stores` tests.
 """

@@ -13,20 +13,13 @@ import builtins
 from collections.abc import Iterator, Sequence
 
 from dalsegno.cipher import PayloadCipher, place, seal, unseal
-from dalsegno.core.records import Record, TaskActionState
+from dalsegno.core.records import OpenBody, Record
 from dalsegno.errors import StoreError
-from dalsegno.stores.base import (
-    Covered,
-    Decision,
-    JobInfo,
-    PruneReport,
-    StoreInspector,
-    TaskActionStore,
-    unknown_job,
-)
+from dalsegno.stores.base import Decision, JobInfo, StoreInspector, TaskActionStore, unknown_job
+from dalsegno.stores.wrapping import WrappingStore
 
 
-class EncryptingStore(TaskActionStore):
+class EncryptingStore(WrappingStore):
     """Keeps records in *inner*, encrypted by *cipher*. *inner* may hold other jobs, encrypted or not.
 
     Reading raises `RecordError` for a record that is not encrypted, or that *cipher* cannot open. `put` raises
@@ -34,44 +27,20 @@ class EncryptingStore(TaskActionStore):
     """
 
     def __init__(self, inner: TaskActionStore, cipher: PayloadCipher) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._cipher = cipher
         self._bound: _Bound | None = None
 
-    @property
-    def persistent(self) -> bool:  # type: ignore[override]
-        return self.inner.persistent
+    def read_through(self, open_body: OpenBody | None) -> None:
+        self.open_body = open_body  # what is read through the inner store is opened here first
 
     async def open(self, job: str, owner: str) -> None:
         await self.inner.open(job, owner)
         self._bound = _Bound(self._cipher, job, self.inner.identity)
         self.inner.read_through(self._open_body)
 
-    @property
-    def identity(self) -> str:
-        return self.inner.identity
-
-    @property
-    def pruned_through(self) -> int:
-        return self.inner.pruned_through
-
-    async def keys(self) -> builtins.list[bytes]:
-        return await self.inner.keys()
-
-    async def claim(self, key: bytes) -> builtins.list[TaskActionState]:
-        return await self.inner.claim(key)
-
     async def put(self, records: Sequence[Record]) -> None:
         await self.inner.put([self._opened().sealed(record) for record in records])
-
-    async def get(self, key: bytes, task: str) -> TaskActionState | None:
-        return await self.inner.get(key, task)
-
-    async def list(self, key: bytes) -> builtins.list[TaskActionState]:
-        return await self.inner.list(key)
-
-    async def prune(self, covered: Covered) -> PruneReport:
-        return await self.inner.prune(covered)
 
     async def decisions(self, after: int) -> builtins.list[tuple[int, Decision]]:
         found = await self.inner.decisions(after)
