@@ -21,10 +21,9 @@ from rich.cells import cell_len
 from dalsegno import LocalRunner, RunnerContext
 from dalsegno.cipher import PayloadCipher, is_sealed
 from dalsegno.core import codec, decisions
-from dalsegno.core.decisions import Resolved, Retried, Signalled
+from dalsegno.core.decisions import WAIT, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
-from dalsegno.core.task import WAIT
 from dalsegno.inspect import cli, commands
 from dalsegno.inspect.views import Lens, call_id
 from dalsegno.runners import pipeline

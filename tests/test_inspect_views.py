@@ -10,10 +10,9 @@ import orjson
 import pytest
 
 from dalsegno.core import codec
-from dalsegno.core.decisions import Resolved, Retried, Signalled
+from dalsegno.core.decisions import WAIT, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
-from dalsegno.core.task import WAIT
 from dalsegno.errors import InspectError, RecordError
 from dalsegno.inspect.lookup import find_key, printable
 from dalsegno.inspect.redact import MARK, Redactor

@@ -16,12 +16,16 @@ of a newer version is refused.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from dalsegno.core.codec import Tree
 from dalsegno.errors import RecordError
+
+if TYPE_CHECKING:
+    from dalsegno.core.records import CallState
 
 FORMAT_VERSION = 1
 
@@ -73,6 +77,16 @@ class Retried(NamedTuple):
     @property
     def body(self) -> bytes:
         return _dump({})
+
+
+WAIT = "dalsegno.wait_for"
+"""The name of the call that waits for a signal; its argument is the name of the signal."""
+
+
+def wait_limit(state: CallState) -> datetime | None:
+    """When a call that waits for a signal gives up."""
+    until = state.kwargs.get("until")
+    return datetime.fromisoformat(until) if until is not None else None
 
 
 Answer = Resolved | Signalled | Retried

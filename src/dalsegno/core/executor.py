@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from dalsegno.agent import ActionSpec, Agent
 from dalsegno.core import codec
-from dalsegno.core.decisions import retry_target, signal_target
+from dalsegno.core.decisions import retry_target, signal_target, wait_limit
 from dalsegno.core.identity import fingerprint, key_bytes, task_id
 from dalsegno.core.records import Park, TaskActionState
-from dalsegno.core.task import ActionTask, Environment, SetAside, wait_limit
+from dalsegno.core.task import ActionTask, Environment, SetAside
 from dalsegno.errors import ActionError, DivergenceError, InDoubtError
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import EMPTY, MemoryTransaction, Node
@@ -120,7 +120,7 @@ class Executor:
             if held is not None:
                 return held
         for spec in self._agent.handlers(InputEvent):
-            run.due.append(_Step(spec, InputEvent(input=codec.from_tree(message.tree)), "", 0))
+            run.due.append(_Step(spec, codec.restored(InputEvent, {"input": codec.from_tree(message.tree)}), "", 0))
         left = deque(history)
         task: ActionTask | None = None
         header = {"content": content}
@@ -244,6 +244,10 @@ class Executor:
     def _take(self, run: _Run, sender: str, events: Sequence[Any], *, route: bool = True) -> None:
         """Send the recorded *events*: outputs leave with the message, others make their actions due if *route*."""
         for index, tree in enumerate(events):
+            output = codec.decode_field(tree, OutputEvent, "output")
+            if output is not codec.MISSING:
+                run.outputs.append(Output(f"{sender}-{index}", output))
+                continue
             event = codec.from_tree(tree)
             if isinstance(event, OutputEvent):
                 run.outputs.append(Output(f"{sender}-{index}", event.output))

@@ -25,7 +25,7 @@ from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
 from dalsegno.core.pauses import Pauses, after, seconds_of
-from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, as_record, dump_body, new_body
+from dalsegno.core.records import COUNTED, Park, Record, TaskActionState, as_record, dump_body, new_body
 from dalsegno.core.time_limit import OutOfTime, Watched, in_time
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
@@ -491,8 +491,8 @@ class ActionTask:
             )
         check_name(name, "the name of the signal in ctx.wait_for(...)")
         seconds = None if limit is None else seconds_of(limit, "ctx.wait_for(..., timeout=...)")
-        arguments, keywords, digest = _encode_arguments(WAIT, (name,), {})
-        call = await self._match(WAIT, digest, arguments, keywords)
+        arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})
+        call = await self._match(decisions.WAIT, digest, arguments, keywords)
         state = call.state
         if state.status is _COMPLETED:
             return self._replayed(call)
@@ -505,7 +505,7 @@ class ActionTask:
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
             return self._completed(call, decided.value, "signal")
-        self.until = wait_limit(state)
+        self.until = decisions.wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
             raise self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
@@ -790,16 +790,6 @@ class ActionTask:
             self._journal.raised(call, error)
             raise error from error.__cause__
         return codec.from_tree(call.state.result)
-
-
-WAIT = "dalsegno.wait_for"
-"""The name of the call that waits for a signal; its argument is the name of the signal."""
-
-
-def wait_limit(state: CallState) -> datetime | None:
-    """When a call that waits for a signal gives up."""
-    until = state.kwargs.get("until")
-    return datetime.fromisoformat(until) if until is not None else None
 
 
 def _check_not_nested() -> None:

@@ -14,9 +14,9 @@ import orjson
 
 from dalsegno.cipher import is_sealed, needs_cipher
 from dalsegno.core import codec
+from dalsegno.core.decisions import WAIT
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record
-from dalsegno.core.task import WAIT
 from dalsegno.errors import CodecError, InspectError, RecordError
 from dalsegno.inspect.views import PLAIN, SHOWN_DIGITS, Lens, MessageSummary, call_id, summarize
 from dalsegno.stores.base import Decision, StoreInspector

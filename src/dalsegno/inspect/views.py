@@ -16,10 +16,9 @@ import orjson
 from dalsegno.cipher import is_sealed
 from dalsegno.core import decisions as answers
 from dalsegno.core.codec import Tree
-from dalsegno.core.decisions import Resolved, Retried, Signalled
+from dalsegno.core.decisions import WAIT, Resolved, Retried, Signalled
 from dalsegno.core.identity import digest
 from dalsegno.core.records import COUNTED, CallState, Park, Record, TaskActionState, fold
-from dalsegno.core.task import WAIT
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import RecordError
 from dalsegno.stores.base import Decision
