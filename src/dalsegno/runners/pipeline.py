@@ -163,6 +163,8 @@ class Pipeline:
         self._unfinished: dict[int, Entry] = {}
         self._parked: dict[bytes, KeyState] = {}
         """The keys with a parked message."""
+        self._parked_told: list[ParkedMessage] | None = None
+        """What `parked` gives, until that changes: it is asked for many times a second, and may be long."""
         self._decided = 0
         """The number of the last decision that was taken in."""
         self._news = asyncio.Event()
@@ -545,7 +547,7 @@ class Pipeline:
         while state.queue:
             self._put_aside(state.queue.popleft())
         self._changes += 1
-        self._news.set()
+        self._parking_changed()
         self._has_room.set()
 
     def _put_aside(self, entry: Entry) -> None:
@@ -569,13 +571,19 @@ class Pipeline:
 
     def parked(self) -> list[ParkedMessage]:
         """The messages that are parked now."""
-        return [
-            ParkedMessage(
-                codec.decode(state.key), state.parked.message, state.parked.park.reason, state.parked.park.why
-            )
-            for state in self._parked.values()
-            if state.parked is not None
-        ]
+        if self._parked_told is None:
+            self._parked_told = [
+                ParkedMessage(
+                    codec.decode(state.key), state.parked.message, state.parked.park.reason, state.parked.park.why
+                )
+                for state in self._parked.values()
+                if state.parked is not None
+            ]
+        return self._parked_told
+
+    def _parking_changed(self) -> None:
+        self._parked_told = None
+        self._news.set()
 
     # The listener.
 
@@ -609,7 +617,7 @@ class Pipeline:
         del self._parked[state.key]
         state.parked, state.behind = None, held.ordinal
         self.report.waiting += 1
-        self._news.set()
+        self._parking_changed()
         self._bring_back(state)
         self._start(state)
 
@@ -683,15 +691,7 @@ class Pipeline:
             self.position,
             self._sink.snapshot(),
             {key: state.memory for key, state in changed.items()},
-            [
-                InboxEntry(
-                    entry.ordinal,
-                    entry.message.key_bytes,
-                    entry.message.tree,
-                    entry.parked,
-                )
-                for entry in entries
-            ],
+            [InboxEntry(entry.ordinal, entry.message.key_bytes, entry.message.tree, entry.parked) for entry in entries],
             finished,
             bad,
         )
