@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +21,7 @@ from dalsegno import (
     action,
     current_call,
 )
-from tests.helpers import STORES, Scripted, Tools, World, crashed, run
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
+from tests.helpers import Scripted, Tools, World, crashed, run
 
 
 class Mailer:

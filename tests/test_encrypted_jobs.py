@@ -31,21 +31,11 @@ from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, 
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.memory import MemoryStore
 from tests.children.encrypted import KEY, MARK, OTHER_KEY
-from tests.helpers import STORES, Scripted, Tools, World, crashed, run
+from tests.helpers import Scripted, Tools, World, crashed, run
 
 ROOT = Path(__file__).parents[1]
 CIPHER = AesGcmCipher(KEY)
 SECONDS = 60
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 def files_with(folder: Path, text: str) -> set[str]:

@@ -44,16 +44,6 @@ from tests.helpers import STORES, Scripted, SpyStore, Tools, World, crash, crash
 EFFECTS = ["read", "idempotent", "once"]
 
 
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
-
-
 def replayed(world: World, tools: Tools, body: Any) -> tuple[Any, Any]:
     """What *body* returns in the first run, and in a replay from its record after a crash."""
     returned: list[Any] = []

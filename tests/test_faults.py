@@ -49,16 +49,6 @@ from dalsegno.stores.memory import MemoryStore
 from tests.helpers import STORES, Scripted, SpyStore, Tools, World, crashed, run, until
 
 
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
-
-
 def crash_in(world: World, tools: Tools, agent: Agent, what: Any, source: Any = (1,), **options: Any) -> None:
     tools.hang_on.add(what)
     crashed(world.runner(agent), list(source), world.out, when=lambda: what in tools.hanging, **options)

@@ -7,7 +7,6 @@ import functools
 import re
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import pytest
@@ -29,20 +28,10 @@ from dalsegno import (
     current_call,
 )
 from dalsegno import IdempotencyKey as Renamed
-from tests.helpers import STORES, Scripted, Tools, World, crashed, run
+from tests.helpers import Scripted, Tools, World, crashed, run
 
 if TYPE_CHECKING:
     from dalsegno import IdempotencyKey as IdempotencyKeyOfTheChecker  # noqa: F401
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 def outputs(body: Any) -> Any:

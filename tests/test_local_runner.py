@@ -41,17 +41,7 @@ from dalsegno.runners.report import Progress
 from dalsegno.runners.sinks import JsonLinesSink
 from dalsegno.stores.base import Covered
 from dalsegno.stores.memory import MemoryStore
-from tests.helpers import PATIENCE, STORES, Scripted, Tools, World, crash, crashed, run, until
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
+from tests.helpers import PATIENCE, Scripted, Tools, World, crash, crashed, run, until
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from dalsegno import ActionError, Agent, Event, InputEvent, MemoryObject, Memory
 from dalsegno.core import codec
 from dalsegno.errors import CodecError
 from dalsegno.memory import EMPTY, MemoryTransaction, Node, from_json, parse_path, to_json
-from tests.helpers import STORES, Scripted, Tools, World, crashed, run
+from tests.helpers import Scripted, Tools, World, crashed, run
 
 
 def transaction(root: Node = EMPTY) -> MemoryTransaction:
@@ -207,16 +206,6 @@ def test_replayed_updates_give_the_same_tree_over_any_tree(before: list[Any], st
 
 
 # --- memory in a running job ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 class Second(Event):

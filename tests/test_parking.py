@@ -19,19 +19,9 @@ from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import TaskActionState, fold
 from dalsegno.runners import checkpoints, pipeline
 from dalsegno.stores.base import Decision
-from tests.helpers import PATIENCE, STORES, Scripted, Tools, World, crashed, run, until
+from tests.helpers import PATIENCE, Scripted, Tools, World, crashed, run, until
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 @pytest.fixture(autouse=True)
@@ -349,7 +339,7 @@ def test_nothing_is_lost_when_a_message_is_parked_while_a_checkpoint_is_written(
         )
         await until(lambda: runner._pipeline is not None and runner._pipeline.parked())
         assert await asyncio.to_thread(signal, world, "a", "yes")
-        await asyncio.sleep(0.05)
+        await until(lambda: runner._pipeline is not None and not runner._pipeline.parked())
         go_on.set()
         async with asyncio.timeout(PATIENCE):
             await running

@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -27,18 +26,8 @@ from dalsegno import (
     RunnerContext,
     action,
 )
-from tests.helpers import STORES, Scripted, Tools, World, crashed, for_ever, run, until
+from tests.helpers import Scripted, Tools, World, crashed, for_ever, run, until
 from tests.virtual_time import VirtualTime
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,22 +31,12 @@ from dalsegno import (
 )
 from dalsegno.core.records import CallState, Record, dump_body, fold
 from dalsegno.core.transitions import CallStatus
-from tests.helpers import STORES, Scripted, Tools, World, crash, crashed, for_ever, run, until
+from tests.helpers import Scripted, Tools, World, crash, crashed, for_ever, run, until
 from tests.test_parking import retry, signal
 from tests.virtual_time import VirtualTime
 
 EFFECTS: list[Any] = ["read", "idempotent", "once"]
 POLICY = RetryPolicy(attempts=3, backoff=8, jitter=0)
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +25,12 @@ from dalsegno import (
     action,
     current_call,
 )
-from tests.helpers import PATIENCE, STORES, Scripted, Tools, World, crashed, for_ever, run, until
+from tests.helpers import PATIENCE, Scripted, Tools, World, crashed, for_ever, run, until
 from tests.test_parking import resolve
 
 SHORT = 0.02
 AT_ONCE = RetryPolicy(attempts=3, backoff=0)
 HARMLESS: list[Any] = ["read", "idempotent"]
-
-
-@pytest.fixture(params=STORES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(request.param, tmp_path)
-
-
-@pytest.fixture
-def tools() -> Tools:
-    return Tools()
 
 
 class Threads:

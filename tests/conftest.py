@@ -1,0 +1,19 @@
+"""Fixtures of the tests that run jobs; a module that wants another world defines its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import STORES, Tools, World
+
+
+@pytest.fixture(params=STORES)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(request.param, tmp_path)
+
+
+@pytest.fixture
+def tools() -> Tools:
+    return Tools()
