@@ -56,8 +56,9 @@ class LocalRunner:
     *store* is a URL or a store; unless given, ``.dalsegno/<job>.db`` below the present directory. *checkpoints* is the
     file that holds the job's checkpoints; unless given, it lies beside an SQLite store, or in memory with a store
     that is in memory. *max_in_flight* bounds the messages that are processed at a time, *checkpoint_interval* is in
-    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company. With a *cipher* all
-    payloads in the store and the checkpoints are encrypted; a job has the same one, or none, in all of its runs.
+    seconds, and a thousand finished messages bring about a checkpoint before its time; *linger* is how long, in
+    seconds, a record that nobody waits for may wait for company. With a *cipher* all payloads in the store and the
+    checkpoints are encrypted; a job has the same one, or none, in all of its runs.
 
     *on_failure* says what becomes of a message whose action raises: ``"stop"`` ends the run with the error, and the
     next run tries the message again; ``"park"`` sets the message aside until it is retried. *max_attempts*, 3 or

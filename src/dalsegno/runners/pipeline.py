@@ -50,7 +50,10 @@ OnBadInput = Literal["stop", "skip", "park"]
 OnFailure = Literal["stop", "park"]
 
 _BUFFERED_PER_SLOT = 16
-_CACHED_KEYS = 10_000
+_CACHED_KEYS = 1_000
+_UNCOVERED = 1_000
+"""This many messages that are finished, or bad records set aside, bring about a checkpoint before its time: what they
+changed is in memory until then."""
 _SET_ASIDE_IN_MEMORY = 5_000
 _INBOX_CHUNK = 500
 _MESSAGES_A_TURN = 4
@@ -406,6 +409,8 @@ class Pipeline:
             self.report.set_aside += 1
             _logger.warning("%s: %s; set aside", value.where, value.reason)
             self._bad.append(BadRecord(item.ordinal, value.where, value.reason, value.raw))
+            if len(self._bad) >= _UNCOVERED:
+                self._checkpoint_due.set()
         return None
 
     def _key_for(self, value: Any) -> Any:
@@ -524,6 +529,8 @@ class Pipeline:
         if entry.stored:
             self._finished_entries.append(entry.ordinal)
         self._covered.append((state.key, entry.message.id))
+        if len(self._covered) >= _UNCOVERED:
+            self._checkpoint_due.set()
         self._admitted -= 1
         self._changes += 1
         if self._admitted <= self._room // 2:  # so that the reader admits many at a time
