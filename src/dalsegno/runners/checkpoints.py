@@ -143,9 +143,7 @@ class CheckpointFile:
             self._writer = self._writer or self._connect()
             self._reader = self._connect() if self._path else self._writer
             self._prepare(self._writer, job)
-            row = self._reader.execute(
-                "SELECT number, read, position, sink, ids, numbered FROM checkpoint"
-            ).fetchone()
+            row = self._reader.execute("SELECT number, read, position, sink, ids, numbered FROM checkpoint").fetchone()
             if row is None:
                 return None
             (row,) = self._opened("checkpoint", [row])
@@ -232,8 +230,7 @@ class CheckpointFile:
         with self._reading() as connection:
             rows = connection.execute("SELECT key, message, content FROM covered").fetchall()
             return [
-                CoveredMessage(key, string(message), content)
-                for key, message, content in self._opened("covered", rows)
+                CoveredMessage(key, string(message), content) for key, message, content in self._opened("covered", rows)
             ]
 
     def set_ids(self, ids: str) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,22 +32,26 @@ from typing import Any, Literal
 
 from dalsegno.agent import Agent
 from dalsegno.core import codec
+from dalsegno.core.claims import Recorded
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.executor import Executor, Finished, Message, Parked
+from dalsegno.core.identity import fingerprint
 from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
-from dalsegno.errors import CodecError, DivergenceError, InputError, RestoreError, StoreError
+from dalsegno.errors import InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
-from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.intake import Intake, OnBadInput
+from dalsegno.runners.message_ids import CONTENT, POSITION, MessageIds
 from dalsegno.runners.quarantine import Quarantine
+from dalsegno.runners.recovery import Recovery, RecoveryById, Turns, content_of
 from dalsegno.runners.report import ParkedMessage, RunReport
 from dalsegno.runners.sinks import Sink
-from dalsegno.runners.sources import BadInput, Source, SourceItem
+from dalsegno.runners.sources import Source
 from dalsegno.stores.base import Covered, Decision, TaskActionStore
 
 _logger = logging.getLogger("dalsegno")
 
-OnBadInput = Literal["stop", "skip", "park"]
 OnFailure = Literal["stop", "park"]
 
 _BUFFERED_PER_SLOT = 16
@@ -60,16 +65,19 @@ _MESSAGES_A_TURN = 4
 _LISTEN_SECONDS = 0.5
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """An admitted message that is not finished."""
 
     ordinal: int
+    """Its number; those of one key go on in this order. Where ids are positions, that of its input record."""
     message: Message
     stored: bool
     """Whether the last checkpoint has it in its inbox."""
     parked: str | None = None
     """Why it is parked, for the inbox."""
+    waits: bool = False
+    """Whether it waits until it is its turn, see `Turns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,7 @@ class Pipeline:
         source: Source,
         sink: Sink,
         key_of: Callable[[Any], Any],
+        ids: MessageIds,
         owner: str,
         max_in_flight: int,
         checkpoint_interval: float,
@@ -145,15 +154,13 @@ class Pipeline:
         self._thread = ThreadPoolExecutor(1, "dalsegno-checkpoint")
         self._source = source
         self._sink = sink
-        self._key_of = key_of
         self._owner = owner
         self._interval = checkpoint_interval
-        self._on_bad_input = on_bad_input
         self._executor = Executor(agent, environment, park_failures=park_failures, max_attempts=max_attempts)
         self._max_attempts = max_attempts
         self._quarantine: Quarantine | None = None
         """If the last run did not come to its end; see `Quarantine`."""
-        self._begun_before = 0
+        self._begun_before: float = math.inf
         """Messages before this ordinal may have been begun by a run that did not come to its end."""
         self._wait = wait
         self._slots = asyncio.Semaphore(max_in_flight)
@@ -185,13 +192,32 @@ class Pipeline:
         self._changed: dict[bytes, KeyState] = {}
         self._covered: list[tuple[bytes, str]] = []
         self._finished_entries: list[int] = []
-        self._bad: list[BadRecord] = []
         self._writing = False
         """Whether a checkpoint is being written."""
         self._aside_meanwhile: list[Entry] = []
         self._memory_on_disk = False
-        self._recorded_keys: dict[str, bytes] = {}
-        """The key of each message that is recorded, was not read before the last checkpoint, and is yet to be read."""
+        # Who is who.
+        self._ids = ids
+        self._by_position = ids.kind == POSITION
+        self._numbered = 0
+        """Numbers below this one were given to messages, unless they have those of their records."""
+        self._reordered: set[bytes] = set()
+        """Keys whose messages do not go on in the order of the numbers that they had when they came."""
+        self._renumbered: set[int] = set()
+        """Numbers under which the checkpoint file may have messages that have another one by now."""
+        self._recovery = Recovery(job) if self._by_position else RecoveryById(job)
+        self._turns = None if source.replays_in_order else Turns(job, self._take_turn)
+        self._intake = Intake(
+            source,
+            key_of,
+            ids,
+            on_bad_input,
+            report,
+            recovery=self._recovery,
+            turns=self._turns,
+            next_number=self._next_number,
+            find_set_aside=self._find_set_aside,
+        )
 
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
@@ -303,10 +329,13 @@ class Pipeline:
                 f"checkpoint {pruned}: it is older than the checkpoint file, so what happened since is not recorded in "
                 "it. Put the newer store back, or start a new job"
             )
+        keys = await self._store.keys()
+        if last is not None:
+            self._ids.check_change(self._job, last.ids, begun=bool(last.read or keys), in_flight=False)
         self._sink.open(last.sink if last else None)
         if last is None:
             # From now on a restart knows how long the sink was before this job wrote to it.
-            last = Checkpoint(0, 0, None, self._sink.snapshot())
+            last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._ids.recorded)
             self._sink.flush(last.sink)
             self._checkpoints.commit(last)
         else:
@@ -314,30 +343,73 @@ class Pipeline:
         self._number = last.number
         self._read_records = last.read
         self.position = last.position
-        await self._claim_recorded()
+        self._numbered = last.numbered
+        await self._claim_recorded(keys, last.ids)
         for number, decision in await self._store.decisions(0):
             self._decided = number
             self._note(decision)
         if self._max_attempts is not None and self._checkpoints.begin_run():
             self._quarantine = Quarantine()
-            recorded = max(map(int, self._recorded_keys), default=0)
-            self._begun_before = max(recorded, last.read) + self._room + 1
+            if not self._recovery.missing:
+                self._all_came(last.read if self._by_position else self._numbered)
 
-    async def _claim_recorded(self) -> None:
-        """Claim every key that has records, and drop what the last checkpoint covered but a crash left unpruned."""
+    async def _claim_recorded(self, keys: Iterable[bytes], ids: str) -> None:
+        """Claim *keys*, which have records, and drop what the last checkpoint covered but a crash left unpruned.
+
+        *ids* says how the ids of what is recorded were made.
+        """
         leftovers: list[tuple[bytes, str]] = []
-        for key in await self._store.keys():
+        covered = self._restore_covered()
+        for key in keys:
             state = self._key_state(key)
             await self._claim(state)
-            for message in list(state.history):
-                ordinal = self._ordinal(message)
-                if ordinal >= self._read_records:
-                    self._recorded_keys[message] = key
-                elif not self._checkpoints.in_inbox(ordinal):
+            recorded = []
+            for message, history in list(state.history.items()):
+                in_inbox = self._in_inbox(key, message)
+                if not in_inbox and self._is_covered(key, message, covered):
                     leftovers.append((key, message))
                     del state.history[message]
+                    continue
+                if not in_inbox:
+                    self._recovery.expect(key, message, history)
+                claimable = self._ids.kind == CONTENT and not in_inbox
+                recorded.append(Recorded(message, content_of(history) if claimable else None))
+            if recorded and self._turns is not None:
+                self._turns.expect(key, recorded)
+        in_flight = bool(self._recovery.missing or self._checkpoints.inbox(-1, 1))
+        self._ids.check_change(self._job, ids, begun=False, in_flight=in_flight)
+        if ids != self._ids.recorded:
+            self._checkpoints.set_ids(self._ids.recorded)
         if leftovers or self._store.pruned_through < self._number:
             await self._store.prune(Covered(self._number, leftovers))
+
+    def _restore_covered(self) -> set[tuple[bytes, str]]:
+        """The messages that the last checkpoint lists as covered."""
+        if self._by_position:
+            return set()
+        listed = self._checkpoints.covered()
+        if self._intake.known is not None:
+            self._intake.known.restore(listed)
+        return {covered[:2] for covered in listed}
+
+    def _in_inbox(self, key: bytes, message: str) -> bool:
+        """Whether a recorded message was unfinished at the last checkpoint."""
+        if self._by_position:
+            return self._checkpoints.in_inbox(self._ordinal(message))
+        return self._checkpoints.find_in_inbox(key, message) is not None
+
+    def _is_covered(self, key: bytes, message: str, listed: set[tuple[bytes, str]]) -> bool:
+        """Whether the last checkpoint covers a recorded message that it has not in its inbox."""
+        if self._by_position:
+            return self._ordinal(message) < self._read_records
+        if self._ids.kind == CONTENT:  # a number that is recorded is not given to another message
+            self._numbered = max(self._numbered, self._ordinal(message) + 1)
+        return (key, message) in listed
+
+    def _all_came(self, ordinal: int) -> None:
+        """No recorded message is yet to come: the process had read at most so much beyond the last one of them."""
+        waiting = self._turns.waiting if self._turns is not None else 0
+        self._begun_before = ordinal + waiting + self._room + 1
 
     def _ordinal(self, message_id: str) -> int:
         if not message_id.isdecimal():
@@ -350,37 +422,68 @@ class Pipeline:
     # The reader.
 
     async def _read(self) -> None:
-        await self._read_inbox()
+        try:
+            await self._read_inbox()
+            await self._read_source()
+        finally:
+            if self._turns is not None:
+                self._turns.close()
+        if self._recovery.missing:
+            raise self._cut_input(self._recovery.first_missing())
+
+    async def _read_source(self) -> None:
         async for item in await self._source.open(self.position):
-            message = self._message_of(item)
+            message = self._intake.message_of(item)
             if message is not None:
                 while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
-                self._admit(Entry(item.ordinal, message, stored=False))
+                ordinal = item.ordinal if self._by_position else self._next_number()
+                if self._begun_before == math.inf and not self._recovery.missing:
+                    self._all_came(ordinal)
+                self._admit(Entry(ordinal, message, stored=False))
+            elif len(self._intake.bad) >= _UNCOVERED:
+                self._checkpoint_due.set()
             self.position = item.position
             self._read_records = item.ordinal + 1
             self._changes += 1
-        if self._recorded_keys:
-            first = min(self._recorded_keys, key=int)
-            raise RestoreError(
-                f"the input {self._source.describe()} ended after {self._read_records:,} records, but before a crash "
-                f"this job had read at least {int(first) + 1:,} of it, and message {first!r} is recorded: the input "
-                "was cut or replaced. Put it back and run the job again, or give the job a new name to start afresh"
+
+    def _cut_input(self, first: str) -> RestoreError:
+        read = f"the input {self._source.describe()} ended after {self._read_records:,} records, but "
+        if self._by_position:
+            read += (
+                f"before a crash this job had read at least {int(first) + 1:,} of it, and message {first!r} is recorded"
             )
+        else:
+            missing = self._recovery.missing
+            read += f"{missing:,} messages that are recorded did not come again, the first of them {first!r}"
+        return RestoreError(
+            f"{read}: the input was cut or replaced. Put it back and run the job again, or give the job a new name to "
+            "start afresh"
+        )
 
     async def _read_inbox(self) -> None:
         """Take up again what was in flight at the last checkpoint."""
         after = -1
+        new = self._numbered  # from there on are those that got a number in this run
         while entries := self._checkpoints.inbox(after, _INBOX_CHUNK):
             for found in entries:
-                while self._admitted >= self._room:
+                if not self._by_position and found.ordinal >= new:
+                    return
+                while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
                 self._admit(self._entry(found))
             after = entries[-1].ordinal
 
     def _entry(self, found: InboxEntry) -> Entry:
-        key = codec.decode(found.key)
-        return Entry(found.ordinal, Message(key, found.key, str(found.ordinal), found.tree), stored=True)
+        identity = str(found.ordinal) if found.message is None else found.message
+        message = Message(codec.decode(found.key), found.key, identity, found.tree)
+        if self._intake.known is not None:
+            self._intake.known.add(message, fingerprint(found.tree))
+        return Entry(found.ordinal, message, stored=True)
+
+    def _next_number(self) -> int:
+        self._numbered += 1
+        return self._numbered - 1
 
     async def _wait_for_room(self) -> None:
         if self._set_aside >= _SET_ASIDE_IN_MEMORY:
@@ -388,51 +491,34 @@ class Pipeline:
         self._has_room.clear()
         await self._has_room.wait()
 
-    def _message_of(self, item: SourceItem) -> Message | None:
-        """The message of an input record, None if the record is bad and that is not to stop the job."""
-        value = item.value
-        if not isinstance(value, BadInput):
-            try:
-                return self._with_recorded_key(Message.of(self._key_for(value), str(item.ordinal), value))
-            except (CodecError, InputError) as error:
-                place = f"line {item.position['line']}" if "line" in item.position else f"record {item.ordinal + 1}"
-                value = BadInput(f"{self._source.describe()}, {place}", str(error), repr(value)[:2000])
-        if self._on_bad_input == "stop":
-            raise InputError(
-                f"{value.where}: {value.reason}. Nothing was read past it: mend the record, or set it aside with "
-                f"--on-bad-input park (skip to ignore it). The record: {value.raw[:200]!r}"
-            )
-        if self._on_bad_input == "skip":
-            self.report.skipped += 1
-            _logger.warning("%s: %s; skipped", value.where, value.reason)
-        else:
-            self.report.set_aside += 1
-            _logger.warning("%s: %s; set aside", value.where, value.reason)
-            self._bad.append(BadRecord(item.ordinal, value.where, value.reason, value.raw))
-            if len(self._bad) >= _UNCOVERED:
-                self._checkpoint_due.set()
-        return None
-
-    def _key_for(self, value: Any) -> Any:
-        try:
-            return self._key_of(value)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(f"the key function raised {type(error).__name__}: {error}") from error
-
-    def _with_recorded_key(self, message: Message) -> Message:
-        recorded = self._recorded_keys.pop(message.id, message.key_bytes)
-        if recorded != message.key_bytes:
-            raise DivergenceError(
-                f"job {self._job!r}: message {message.id!r} has the key {message.key!r}, but was recorded with "
-                f"{codec.decode(recorded)!r} before the restart: the key function or the input was changed. Put it "
-                "back until the messages in flight are done, or give the job a new name to start afresh"
-            )
-        return message
+    def _find_set_aside(self, key: bytes, message: str) -> str | None:
+        """The content of a message that `_forget` forgot."""
+        state = self._keys.get(key)
+        found = self._checkpoints.find_in_inbox(key, message) if state is not None and state.held else None
+        return None if found is None else fingerprint(found.tree)
 
     def _admit(self, entry: Entry) -> None:
         self._unfinished[entry.ordinal] = entry
+        if self._turns is None:
+            self._queue(entry)
+        else:
+            self._turns.arrive(entry)
+
+    def _take_turn(self, entry: Entry) -> None:
+        """The entry goes on now; if its key was reordered, it gets a number after those that went on before."""
+        if entry.waits:
+            self._reordered.add(entry.message.key_bytes)
+        if entry.waits or (entry.stored and entry.message.key_bytes in self._reordered):
+            del self._unfinished[entry.ordinal]
+            if entry.stored:
+                self._finished_entries.append(entry.ordinal)
+                self._renumbered.add(entry.ordinal)
+            entry.ordinal, entry.stored, entry.waits = self._next_number(), False, False
+            self._unfinished[entry.ordinal] = entry
+            self._changes += 1
+        self._queue(entry)
+
+    def _queue(self, entry: Entry) -> None:
         state = self._key_state(entry.message.key_bytes)
         if state.held:
             self._put_aside(entry)
@@ -477,8 +563,11 @@ class Pipeline:
             await self._claim(state)
             # Keys with records of an earlier process were claimed at the start; what else is there is done and not yet
             # pruned.
+            queued = {queued.message.id for queued in state.queue}
             state.history = {
-                message: states for message, states in state.history.items() if int(message) in self._unfinished
+                message: states
+                for message, states in state.history.items()
+                if message in queued or not any(task.last for task in states)
             }
         history = state.history.get(entry.message.id, ())
         if self._quarantine is not None and entry.ordinal < self._begun_before:
@@ -570,9 +659,13 @@ class Pipeline:
         for entry in entries:
             if entry.stored and self._is_set_aside(entry) and self._unfinished.pop(entry.ordinal, None) is not None:
                 self._set_aside -= 1
+                if self._intake.known is not None:
+                    self._intake.known.forget(entry.message)
         self._has_room.set()
 
     def _is_set_aside(self, entry: Entry) -> bool:
+        if entry.waits:
+            return False
         state = self._keys[entry.message.key_bytes]
         return state.parked is not None or (state.behind is not None and entry.ordinal >= state.behind)
 
@@ -630,23 +723,32 @@ class Pipeline:
 
     def _bring_back(self, state: KeyState) -> None:
         """Put the next messages that are set aside back into the key's queue."""
-        assert state.behind is not None
-        kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == state.key]
-        found = {entry.ordinal: entry for entry in kept if entry.ordinal >= state.behind}
-        for row in self._checkpoints.inbox(state.behind - 1, _INBOX_CHUNK + 1, state.key):  # one more: is there more?
-            if row.ordinal not in found:
-                found[row.ordinal] = self._entry(row)
-        taken = sorted(found)[:_INBOX_CHUNK]
-        for ordinal in taken:
-            entry = found[ordinal]
-            if ordinal in self._unfinished:
+        taken: list[Entry] = []
+        while not taken and state.behind is not None:
+            taken, state.behind = self._next_set_aside(state.key, state.behind)
+        for entry in taken:
+            if entry.ordinal in self._unfinished:
                 self._set_aside -= 1
-            self._unfinished[ordinal] = entry
+            self._unfinished[entry.ordinal] = entry
             self._admitted += 1
             state.queue.append(entry)
         self.report.waiting -= len(taken)
-        state.behind = taken[-1] + 1 if len(found) > len(taken) else None
         self._has_room.set()
+
+    def _next_set_aside(self, key: bytes, start: int) -> tuple[list[Entry], int | None]:
+        """The next entries of a key that are set aside, from an ordinal on, and where those after them begin."""
+        kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == key and not entry.waits]
+        found = {entry.ordinal: entry for entry in kept if entry.ordinal >= start}
+        rows = self._checkpoints.inbox(start - 1, _INBOX_CHUNK + 1, key)  # one more: is there more?
+        for row in rows:
+            if row.ordinal not in self._unfinished and row.ordinal not in self._renumbered:
+                found[row.ordinal] = self._entry(row)
+        # Beyond the last row there may be others, which come before what is in memory.
+        end = rows[-1].ordinal if len(rows) > _INBOX_CHUNK else math.inf
+        taken = [found[ordinal] for ordinal in sorted(found) if ordinal <= end][:_INBOX_CHUNK]
+        if len(taken) == len(found) and end == math.inf:
+            return taken, None
+        return taken, (taken[-1].ordinal if len(taken) == _INBOX_CHUNK else rows[-1].ordinal) + 1
 
     # The checkpointer.
 
@@ -666,8 +768,8 @@ class Pipeline:
                 await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        checkpoint, entries = self._snapshot()
         covered, self._covered = self._covered, []
+        checkpoint, entries = self._snapshot(covered)
         self._writing = True
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, checkpoint)
@@ -678,31 +780,41 @@ class Pipeline:
             self._writing = False
         self._number = checkpoint.number
         self._memory_on_disk = True
+        if self._intake.known is not None:
+            self._intake.known.completed(covered)
         self.report.checkpoints += 1
         aside, self._aside_meanwhile = self._aside_meanwhile, []
         self._forget([*entries, *aside])
         self._evict()
         await self._store.prune(Covered(checkpoint.number, covered))
 
-    def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
+    def _snapshot(self, covered: list[tuple[bytes, str]]) -> tuple[Checkpoint, list[Entry]]:
         """What changed, taken in one step; only references to the changed keys' memory are copied."""
         entries = [entry for entry in self._unfinished.values() if not entry.stored]
         for entry in entries:
             entry.stored = True
         changed, self._changed = self._changed, {}
         finished, self._finished_entries = self._finished_entries, []
-        bad, self._bad = self._bad, []
+        bad, self._intake.bad = self._intake.bad, []
         checkpoint = Checkpoint(
             self._number + 1,
             self._read_records,
             self.position,
             self._sink.snapshot(),
             {key: state.memory for key, state in changed.items()},
-            [InboxEntry(entry.ordinal, entry.message.key_bytes, entry.message.tree, entry.parked) for entry in entries],
+            [self._inbox_entry(entry) for entry in entries],
             finished,
             bad,
+            self._ids.recorded,
+            self._numbered,
+            [] if self._by_position else self._intake.covering(covered),
         )
         return checkpoint, entries
+
+    def _inbox_entry(self, entry: Entry) -> InboxEntry:
+        message = entry.message
+        identity = None if self._by_position else message.id
+        return InboxEntry(entry.ordinal, message.key_bytes, message.tree, entry.parked, identity)
 
     def _write(self, checkpoint: Checkpoint) -> None:
         self._sink.flush(checkpoint.sink)

@@ -28,7 +28,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 from dalsegno.errors import DalSegnoError, DefinitionError, InputError, RestoreError
 from dalsegno.runners.lines import (
@@ -64,18 +64,30 @@ _CSV_FIELD_CHARS = 1 << 26
 
 
 class SourceItem(NamedTuple):
-    """One input record: its number in the source (from 0), its value, and the position after it."""
+    """One input record: its number in the source (from 0), its value, the position after it, and maybe an id."""
 
     ordinal: int
     value: object
     position: dict[str, Any]
+    id: str | None = None
+    """Where the source gives ids: the same whenever the record comes, and another one than any other record's."""
 
 
 class Source(ABC):
-    """An ordered supply of input records that can be read on from any position it gave out.
+    """A supply of input records that can be read on from any position it gave out.
 
     Reading is sequential: one iteration at a time, ended by :meth:`close`. A source may be opened again after that.
     """
+
+    replays_in_order: ClassVar[bool] = True
+    """Whether reading on from a position brings the records in the same order each time.
+
+    A source that merges partitions may set this to False. Reading on from a position must still bring exactly the
+    records that were not handed out before it, each partition's in its order; so the position says how far each
+    partition is read, and not only how much of all is.
+    """
+    gives_ids: ClassVar[bool] = False
+    """Whether each item has an id; it then names the message, unless the job is given a ``message_id``."""
 
     @abstractmethod
     def describe(self) -> str:
