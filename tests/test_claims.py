@@ -141,6 +141,7 @@ def test_no_record_goes_to_another_message_and_nothing_recorded_runs_again(
 ) -> None:
     parts, orders = drawn
     recorded: dict[str, str] = {}
+    life = Life(recorded)
     for order in orders:
         life = Life(recorded)
         for sent in order:
@@ -174,6 +175,7 @@ def test_however_often_it_is_given_up_each_message_goes_on_once_and_with_its_own
 ) -> None:
     _, orders = drawn
     recorded: dict[str, str] = {}
+    life = Life(recorded)
     for order in orders:
         life = Life(recorded)
         for sent in order:
