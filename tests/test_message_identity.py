@@ -41,6 +41,12 @@ ODD_IDS: list[Any] = [
 ]
 
 
+def retry(world: World, message: str) -> bool:
+    with closing(world.store().inspect()) as inspector:
+        assert decide.retry(inspector, "job", message).written
+    return True
+
+
 def calling(tools: Tools) -> Scripted:
     """Makes one `idempotent` call for the message, named by its id, and counts the key's messages in memory."""
 
@@ -256,8 +262,9 @@ def checkpoints(runner: LocalRunner, at_least: int) -> Any:
         assert machine is not None
         if machine.report.checkpoints >= at_least and not machine._writing:
             return True
-        machine._changes += 1
-        machine._checkpoint_due.set()
+        if not machine._writing:
+            machine._changes += 1
+            machine._checkpoint_due.set()
         return False
 
     return taken
@@ -334,7 +341,22 @@ def test_a_message_that_comes_again_while_its_key_is_parked_is_known_though_not_
     monkeypatch.setattr(pipeline, "_SET_ASIDE_IN_MEMORY", 3)
     tools.fail_on["0"] = ValueError("no")
     ids = [str(n) for n in range(20)]
-    report = run(world.runner(calling(tools), on_failure="park"), of(*ids, *ids), world.out, message_id="id")
+    runner = world.runner(calling(tools), on_failure="park")
+    kept: list[int] = []
+
+    def look() -> bool:
+        assert runner._pipeline is not None
+        assert runner._pipeline._intake.known is not None
+        kept.append(len(runner._pipeline._intake.known._contents))
+        return True
+
+    report = run(
+        runner,
+        stream(*of(*ids), parked(runner, 1), checkpoints(runner, 1), look, *of(*ids)),
+        world.out,
+        message_id="id",
+    )
+    assert kept == [0]
     assert (report.repeated, report.waiting, len(report.parked)) == (20, 19, 1)
     with pytest.raises(InputError, match="the message id '7' of key None came before with other content"):
         run(
@@ -344,12 +366,10 @@ def test_a_message_that_comes_again_while_its_key_is_parked_is_known_though_not_
             message_id="id",
         )
     tools.fail_on.clear()
-    if world.kind == "sqlite":
-        with closing(world.store().inspect()) as inspector:
-            assert decide.retry(inspector, "job", "0").written
-        report = run(world.runner(calling(tools)), [*of(*ids, *ids)], world.out, message_id="id")
-        assert world.outputs() == [[each, n + 1] for n, each in enumerate(ids)]
-        assert world.recorded() == {}
+    retry(world, "0")
+    report = run(world.runner(calling(tools)), [*of(*ids, *ids)], world.out, message_id="id")
+    assert world.outputs() == [[each, n + 1] for n, each in enumerate(ids)]
+    assert world.recorded() == {}
 
 
 # --- what no longer fits --------------------------------------------------------------------------------------------
@@ -725,15 +745,71 @@ def test_what_waited_keeps_its_place_when_a_message_before_it_is_parked(world: W
     report = run(runner, Steered(PARTS, order), world.out)
     assert (len(report.parked), report.waiting) == (1, 2)
     tools.fail_on.clear()
-    if world.kind == "memory":
-        return
     for _ in range(2):
         report = run(world.runner(calling(tools), on_failure="park"), Steered(PARTS, IDS), world.out)
         assert (len(report.parked), report.waiting) == (1, 2)
-    with closing(world.store().inspect()) as inspector:
-        assert decide.retry(inspector, "job", "c").written
+    retry(world, "c")
     run(world.runner(calling(tools)), Steered(PARTS, IDS), world.out)
     assert world.outputs() == [["a", 1], ["b", 2], ["c", 3], ["e", 4], ["d", 5]]
+
+
+def parked(runner: LocalRunner, count: int) -> Any:
+    return lambda: runner._pipeline is not None and len(runner._pipeline.parked()) == count
+
+
+@pytest.mark.parametrize("comes_first", ["the decision", "what is waited for"])
+def test_what_waits_for_its_turn_is_not_what_waits_behind_a_parked_message(
+    world: World, tools: Tools, monkeypatch: pytest.MonkeyPatch, comes_first: str
+) -> None:
+    recorded_in_order(world, tools, ["a", "b"])
+    # In a life in which b does not come in time, d goes before it.
+    monkeypatch.setattr(recovery, "WAIT_SECONDS", 0.0)
+    tools.hang_on = {"d"}
+    source = Steered(PARTS, ["a", "d", lambda: False])
+    crashed(world.runner(calling(tools)), source, world.out, when=lambda: bool(tools.hanging))
+    tools.hang_on.clear()
+    monkeypatch.setattr(recovery, "WAIT_SECONDS", 60.0)
+    # So b and d are recorded in this order, and b can be parked while e waits for d.
+    tools.fail_on["b"] = ValueError("no")
+    runner = world.runner(calling(tools), on_failure="park")
+
+    def retried() -> bool:
+        tools.fail_on.clear()
+        return retry(world, "b")
+
+    order = ["a", "b", parked(runner, 1), "e", checkpoints(runner, 1), "c", checkpoints(runner, 2)]
+    order += [retried, parked(runner, 0), "d"] if comes_first == "the decision" else ["d", retried, parked(runner, 0)]
+    report = run(runner, Steered(PARTS, order), world.out)
+    assert (report.waiting, report.parked) == (0, [])
+    assert [output[0] for output in world.outputs()] == ["a", "b", "d", "e", "c"]
+    assert [output[1] for output in world.outputs()] == [1, 2, 3, 4, 5]
+    assert world.recorded() == {}
+
+
+def test_what_is_given_up_while_the_inbox_is_read_keeps_its_order_behind_a_parked_message(
+    world: World, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded_in_order(world, tools, ["a", "b"])
+    runner = world.runner(calling(tools))
+    order = ["e", "d", checkpoints(runner, 1), lambda: len(tools.made) == 9]
+    crashed(runner, Steered(PARTS, order), world.out, when=checkpoints_are(runner, 1))
+    monkeypatch.setattr(recovery, "WAITING_IN_MEMORY", 0)
+    tools.fail_on["e"] = ValueError("no")
+    runner = world.runner(calling(tools), on_failure="park")
+
+    def retried() -> bool:
+        tools.fail_on.clear()
+        return retry(world, "e")
+
+    order = [parked(runner, 1), retried, lambda: len(world.outputs()) == 2, "a", "b"]
+    report = run(runner, Steered(PARTS, order), world.out)
+    assert (report.waiting, report.parked) == (0, [])
+    assert [output[0] for output in world.outputs()] == ["e", "d", "a", "b"]
+    assert world.recorded() == {}
+
+
+def checkpoints_are(runner: LocalRunner, at_least: int) -> Any:
+    return lambda: runner._pipeline is not None and runner._pipeline.report.checkpoints >= at_least
 
 
 def test_many_that_wait_go_on_with_a_warning_when_there_are_too_many(
