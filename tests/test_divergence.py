@@ -77,7 +77,7 @@ def test_the_error_shows_what_differs_and_where_the_call_is_made(world: World, t
     async def after(value: Any, ctx: RunnerContext) -> None:
         await send(ctx)
 
-    tools.call = one_by_name(tools)  # type: ignore[method-assign]
+    tools.call = one_by_name(tools)  # type: ignore[method-assign, assignment]
     killed_in(world, tools, Scripted(before), "b")
     with pytest.raises(DivergenceError) as caught:
         run(world.runner(Scripted(after)), ["input"], world.out)
@@ -348,7 +348,8 @@ def steps(
         members["one"] = action(InputEvent, name=first)(one)
     if second:
         members["two"] = action(First, name=second)(two)
-    return type(Agent)("Steps", (Agent,), members)()  # type: ignore[no-any-return]
+    made: type[Agent] = type("Steps", (Agent,), members)
+    return made()
 
 
 @pytest.mark.parametrize("crash_in", ["b", "d"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from dalsegno.core.records import CallState, TaskActionState
@@ -99,13 +100,13 @@ def lost_in_doubt(call: CallState) -> str:
 
 def made_at() -> str:
     """Where the user's code makes the call that is being made, as a sentence; empty if that is not on the stack."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     # Below the event loop is whoever started it.
     while frame is not None and frame.f_globals.get("__name__") not in _EVENT_LOOPS:
         if is_of_the_user(frame):
             code = frame.f_code
             return f" The call is made at {code.co_filename}:{frame.f_lineno} in {code.co_qualname}."
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
