@@ -53,6 +53,7 @@ from dalsegno.stores.base import Covered, Decision, TaskActionStore
 _logger = logging.getLogger("dalsegno")
 
 OnFailure = Literal["stop", "park"]
+OnDivergence = Literal["strict", "rerun"]
 
 _BUFFERED_PER_SLOT = 16
 _CACHED_KEYS = 1_000
