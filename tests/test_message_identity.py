@@ -346,8 +346,8 @@ def test_a_message_that_comes_again_while_its_key_is_parked_is_known_though_not_
 
     def look() -> bool:
         assert runner._pipeline is not None
-        assert runner._pipeline._intake.known is not None
-        kept.append(len(runner._pipeline._intake.known._contents))
+        assert runner._pipeline._known is not None
+        kept.append(len(runner._pipeline._known._contents))
         return True
 
     report = run(
@@ -398,7 +398,7 @@ def test_another_key_function_is_found_before_anything_executes(world: World, to
 
 def test_a_recorded_message_that_never_comes_again_is_told(world: World, tools: Tools) -> None:
     in_flight(world, tools, of("x"), message_id="id")
-    with pytest.raises(RestoreError, match="1 messages that are recorded did not come again, the first of them 'x'"):
+    with pytest.raises(RestoreError, match="message 'x', which is recorded, did not come again"):
         run(world.runner(calling(tools)), of("y"), world.out, message_id="id")
     run(world.runner(calling(tools)), of("y", "x"), world.out, message_id="id")
     assert Counter(tools.made) == {"x": 2, "y": 1}
@@ -626,7 +626,7 @@ def checked(calls: Checked) -> Scripted:
 
 
 @pytest.mark.parametrize("kind", ["content", "equal contents", "source", "given"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_whatever_the_order_and_wherever_it_is_killed_nothing_is_lost_doubled_or_run_again(
     world: World, kind: str, seed: int
 ) -> None:
@@ -840,7 +840,7 @@ def test_messages_go_on_with_a_warning_when_they_have_waited_for_long(
 
 def test_what_waits_for_a_message_that_is_gone_is_not_lost(world: World, tools: Tools) -> None:
     recorded_in_order(world, tools, ["a", "b", "c"])
-    with pytest.raises(RestoreError, match="1 messages that are recorded did not come again, the first of them 'a'"):
+    with pytest.raises(RestoreError, match="message 'a', which is recorded, did not come again"):
         run(world.runner(calling(tools)), Steered(PARTS, ["b", "c", "d"]), world.out)
     assert world.outputs() == []
     run(world.runner(calling(tools)), Steered(PARTS, ["a", "e"]), world.out)

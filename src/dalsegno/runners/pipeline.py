@@ -32,19 +32,17 @@ from typing import Any, Literal
 
 from dalsegno.agent import Agent
 from dalsegno.core import codec
-from dalsegno.core.claims import Recorded
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.executor import Executor, Finished, Message, Parked
-from dalsegno.core.identity import fingerprint
 from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
 from dalsegno.errors import InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile, InboxEntry, JobIdentity
-from dalsegno.runners.intake import Intake, OnBadInput
-from dalsegno.runners.message_ids import CONTENT, POSITION, MessageIds
+from dalsegno.runners.identities import Identities
+from dalsegno.runners.intake import OnBadInput
+from dalsegno.runners.message_ids import MessageIds
 from dalsegno.runners.quarantine import Quarantine
-from dalsegno.runners.recovery import Recovery, RecoveryById, Turns, content_of
 from dalsegno.runners.report import ParkedMessage, RunReport
 from dalsegno.runners.sinks import Sink
 from dalsegno.runners.sources import Source
@@ -197,28 +195,14 @@ class Pipeline:
         """Whether a checkpoint is being written."""
         self._aside_meanwhile: list[Entry] = []
         self._memory_on_disk = False
-        # Who is who.
-        self._ids = ids
-        self._by_position = ids.kind == POSITION
-        self._numbered = 0
-        """Numbers below this one were given to messages, unless they have those of their records."""
         self._reordered: set[bytes] = set()
         """Keys whose messages do not go on in the order of the numbers that they had when they came."""
         self._renumbered: set[int] = set()
         """Numbers under which the checkpoint file may have messages that have another one by now."""
-        self._recovery = Recovery(job) if self._by_position else RecoveryById(job)
-        self._turns = None if source.replays_in_order else Turns(job, self._take_turn)
-        self._intake = Intake(
-            source,
-            key_of,
-            ids,
-            on_bad_input,
-            report,
-            recovery=self._recovery,
-            turns=self._turns,
-            next_number=self._next_number,
-            find_set_aside=self._find_set_aside,
+        self._identities = Identities(
+            job, ids, source, key_of, on_bad_input, report, checkpoints, release=self._take_turn, held=self._is_held
         )
+        self._known = self._identities.known
 
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
@@ -332,11 +316,11 @@ class Pipeline:
             )
         keys = await self._store.keys()
         if last is not None:
-            self._ids.check_change(self._job, last.ids, begun=bool(last.read or keys), in_flight=False)
+            self._identities.check_kind(last, any_recorded=bool(keys))
         self._sink.open(last.sink if last else None)
         if last is None:
             # From now on a restart knows how long the sink was before this job wrote to it.
-            last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._ids.recorded)
+            last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._identities.recorded)
             self._sink.flush(last.sink)
             self._checkpoints.commit(last)
         else:
@@ -344,81 +328,34 @@ class Pipeline:
         self._number = last.number
         self._read_records = last.read
         self.position = last.position
-        self._numbered = last.numbered
-        await self._claim_recorded(keys, last.ids)
+        self._identities.restore(last)
+        leftovers = await self._claim_recorded(keys)
+        self._identities.settle(last.ids)
+        if leftovers or pruned < self._number:
+            await self._store.prune(Covered(self._number, leftovers))
         for number, decision in await self._store.decisions(0):
             self._decided = number
             self._note(decision)
         if self._max_attempts is not None and self._checkpoints.begin_run():
             self._quarantine = Quarantine()
-            if not self._recovery.missing:
-                self._all_came(last.read if self._by_position else self._numbered)
+            if not self._identities.recovery.missing:
+                self._all_came(self._identities.begun())
 
-    async def _claim_recorded(self, keys: Iterable[bytes], ids: str) -> None:
-        """Claim *keys*, which have records, and drop what the last checkpoint covered but a crash left unpruned.
-
-        *ids* says how the ids of what is recorded were made.
-        """
+    async def _claim_recorded(self, keys: Iterable[bytes]) -> list[tuple[bytes, str]]:
+        """Claim *keys*, which have records; what the last checkpoint covered but a crash left unpruned."""
         leftovers: list[tuple[bytes, str]] = []
-        covered = self._restore_covered()
         for key in keys:
             state = self._key_state(key)
             await self._claim(state)
-            recorded = []
-            for message, history in list(state.history.items()):
-                in_inbox = self._in_inbox(key, message)
-                if not in_inbox and self._is_covered(key, message, covered):
-                    leftovers.append((key, message))
-                    del state.history[message]
-                    continue
-                if not in_inbox:
-                    self._recovery.expect(key, message, history)
-                claimable = self._ids.kind == CONTENT and not in_inbox
-                recorded.append(Recorded(message, content_of(history) if claimable else None))
-            if recorded and self._turns is not None:
-                self._turns.expect(key, recorded)
-        in_flight = bool(self._recovery.missing or self._checkpoints.inbox(-1, 1))
-        self._ids.check_change(self._job, ids, begun=False, in_flight=in_flight)
-        if ids != self._ids.recorded:
-            self._checkpoints.set_ids(self._ids.recorded)
-        if leftovers or self._store.pruned_through < self._number:
-            await self._store.prune(Covered(self._number, leftovers))
-
-    def _restore_covered(self) -> set[tuple[bytes, str]]:
-        """The messages that the last checkpoint lists as covered."""
-        if self._by_position:
-            return set()
-        listed = self._checkpoints.covered()
-        if self._intake.known is not None:
-            self._intake.known.restore(listed)
-        return {covered[:2] for covered in listed}
-
-    def _in_inbox(self, key: bytes, message: str) -> bool:
-        """Whether a recorded message was unfinished at the last checkpoint."""
-        if self._by_position:
-            return self._checkpoints.in_inbox(self._ordinal(message))
-        return self._checkpoints.find_in_inbox(key, message) is not None
-
-    def _is_covered(self, key: bytes, message: str, listed: set[tuple[bytes, str]]) -> bool:
-        """Whether the last checkpoint covers a recorded message that it has not in its inbox."""
-        if self._by_position:
-            return self._ordinal(message) < self._read_records
-        if self._ids.kind == CONTENT:  # a number that is recorded is not given to another message
-            self._numbered = max(self._numbered, self._ordinal(message) + 1)
-        return (key, message) in listed
+            for message in self._identities.sort_out(key, state.history):
+                leftovers.append((key, message))
+                del state.history[message]
+        return leftovers
 
     def _all_came(self, ordinal: int) -> None:
         """No recorded message is yet to come: the process had read at most so much beyond the last one of them."""
-        waiting = self._turns.waiting if self._turns is not None else 0
-        self._begun_before = ordinal + waiting + self._room + 1
-
-    def _ordinal(self, message_id: str) -> int:
-        if not message_id.isdecimal():
-            raise RestoreError(
-                f"the store has records of job {self._job!r} with the message id {message_id!r}, which the local "
-                "runner did not give: another runner made them. Give this job another name"
-            )
-        return int(message_id)
+        turns = self._identities.turns
+        self._begun_before = ordinal + (turns.waiting if turns is not None else 0) + self._room + 1
 
     # The reader.
 
@@ -427,48 +364,36 @@ class Pipeline:
             await self._read_inbox()
             await self._read_source()
         finally:
-            if self._turns is not None:
-                self._turns.close()
-        if self._recovery.missing:
-            raise self._cut_input(self._recovery.first_missing())
+            if self._identities.turns is not None:
+                self._identities.turns.close()
+        if self._identities.recovery.missing:
+            raise self._identities.cut_input(self._read_records)
 
     async def _read_source(self) -> None:
+        identities, intake = self._identities, self._identities.intake
         async for item in await self._source.open(self.position):
-            message = self._intake.message_of(item)
+            message = intake.message_of(item)
             if message is not None:
                 while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
-                ordinal = item.ordinal if self._by_position else self._next_number()
-                if self._begun_before == math.inf and not self._recovery.missing:
+                ordinal = identities.number_of(item)
+                if self._begun_before == math.inf and not identities.recovery.missing:
                     self._all_came(ordinal)
                 self._admit(Entry(ordinal, message, stored=False))
-            elif len(self._intake.bad) >= _UNCOVERED:
+            elif len(intake.bad) >= _UNCOVERED:
                 self._checkpoint_due.set()
             self.position = item.position
             self._read_records = item.ordinal + 1
             self._changes += 1
 
-    def _cut_input(self, first: str) -> RestoreError:
-        read = f"the input {self._source.describe()} ended after {self._read_records:,} records, but "
-        if self._by_position:
-            read += (
-                f"before a crash this job had read at least {int(first) + 1:,} of it, and message {first!r} is recorded"
-            )
-        else:
-            missing = self._recovery.missing
-            read += f"{missing:,} messages that are recorded did not come again, the first of them {first!r}"
-        return RestoreError(
-            f"{read}: the input was cut or replaced. Put it back and run the job again, or give the job a new name to "
-            "start afresh"
-        )
-
     async def _read_inbox(self) -> None:
         """Take up again what was in flight at the last checkpoint."""
         after = -1
-        new = self._numbered  # from there on are those that got a number in this run
+        # From there on are those that got their number in this run.
+        end = math.inf if self._identities.by_position else self._identities.numbered
         while entries := self._checkpoints.inbox(after, _INBOX_CHUNK):
             for found in entries:
-                if not self._by_position and found.ordinal >= new:
+                if found.ordinal >= end:
                     return
                 while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
@@ -476,15 +401,7 @@ class Pipeline:
             after = entries[-1].ordinal
 
     def _entry(self, found: InboxEntry) -> Entry:
-        identity = str(found.ordinal) if found.message is None else found.message
-        message = Message(codec.decode(found.key), found.key, identity, found.tree)
-        if self._intake.known is not None:
-            self._intake.known.add(message, fingerprint(found.tree))
-        return Entry(found.ordinal, message, stored=True)
-
-    def _next_number(self) -> int:
-        self._numbered += 1
-        return self._numbered - 1
+        return Entry(found.ordinal, self._identities.message_in(found), stored=True)
 
     async def _wait_for_room(self) -> None:
         if self._set_aside >= _SET_ASIDE_IN_MEMORY:
@@ -492,18 +409,16 @@ class Pipeline:
         self._has_room.clear()
         await self._has_room.wait()
 
-    def _find_set_aside(self, key: bytes, message: str) -> str | None:
-        """The content of a message that `_forget` forgot."""
+    def _is_held(self, key: bytes) -> bool:
         state = self._keys.get(key)
-        found = self._checkpoints.find_in_inbox(key, message) if state is not None and state.held else None
-        return None if found is None else fingerprint(found.tree)
+        return state is not None and state.held
 
     def _admit(self, entry: Entry) -> None:
         self._unfinished[entry.ordinal] = entry
-        if self._turns is None:
+        if self._identities.turns is None:
             self._queue(entry)
         else:
-            self._turns.arrive(entry)
+            self._identities.turns.arrive(entry)
 
     def _take_turn(self, entry: Entry) -> None:
         """The entry goes on now; if its key was reordered, it gets a number after those that went on before."""
@@ -514,7 +429,7 @@ class Pipeline:
             if entry.stored:
                 self._finished_entries.append(entry.ordinal)
                 self._renumbered.add(entry.ordinal)
-            entry.ordinal, entry.stored, entry.waits = self._next_number(), False, False
+            entry.ordinal, entry.stored, entry.waits = self._identities.next_number(), False, False
             self._unfinished[entry.ordinal] = entry
             self._changes += 1
         self._queue(entry)
@@ -660,8 +575,8 @@ class Pipeline:
         for entry in entries:
             if entry.stored and self._is_set_aside(entry) and self._unfinished.pop(entry.ordinal, None) is not None:
                 self._set_aside -= 1
-                if self._intake.known is not None:
-                    self._intake.known.forget(entry.message)
+                if self._known is not None:
+                    self._known.forget(entry.message)
         self._has_room.set()
 
     def _is_set_aside(self, entry: Entry) -> bool:
@@ -781,8 +696,8 @@ class Pipeline:
             self._writing = False
         self._number = checkpoint.number
         self._memory_on_disk = True
-        if self._intake.known is not None:
-            self._intake.known.completed(covered)
+        if self._known is not None:
+            self._known.completed(covered)
         self.report.checkpoints += 1
         aside, self._aside_meanwhile = self._aside_meanwhile, []
         self._forget([*entries, *aside])
@@ -796,26 +711,17 @@ class Pipeline:
             entry.stored = True
         changed, self._changed = self._changed, {}
         finished, self._finished_entries = self._finished_entries, []
-        bad, self._intake.bad = self._intake.bad, []
         checkpoint = Checkpoint(
             self._number + 1,
             self._read_records,
             self.position,
             self._sink.snapshot(),
             {key: state.memory for key, state in changed.items()},
-            [self._inbox_entry(entry) for entry in entries],
+            [self._identities.inbox_entry(entry.ordinal, entry.message, entry.parked) for entry in entries],
             finished,
-            bad,
-            self._ids.recorded,
-            self._numbered,
-            [] if self._by_position else self._intake.covering(covered),
         )
+        self._identities.fill(checkpoint, covered)
         return checkpoint, entries
-
-    def _inbox_entry(self, entry: Entry) -> InboxEntry:
-        message = entry.message
-        identity = None if self._by_position else message.id
-        return InboxEntry(entry.ordinal, message.key_bytes, message.tree, entry.parked, identity)
 
     def _write(self, checkpoint: Checkpoint) -> None:
         self._sink.flush(checkpoint.sink)
