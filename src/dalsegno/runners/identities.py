@@ -21,7 +21,7 @@ from dalsegno.runners.intake import Intake, OnBadInput
 from dalsegno.runners.message_ids import CONTENT, POSITION, MessageIds
 from dalsegno.runners.recovery import Recovery, RecoveryById, Turns, content_of
 from dalsegno.runners.report import RunReport
-from dalsegno.runners.sources import Source, SourceItem
+from dalsegno.runners.sources import Source
 
 
 class Identities:
@@ -76,10 +76,6 @@ class Identities:
     def next_number(self) -> int:
         self.numbered += 1
         return self.numbered - 1
-
-    def number_of(self, item: SourceItem) -> int:
-        """The number of a message that is admitted now."""
-        return item.ordinal if self.by_position else self.next_number()
 
     def begun(self) -> int:
         """Messages before this number may have been begun by the last process, if it had none read beyond."""

@@ -81,6 +81,7 @@ class Intake:
         self._source = source
         self._key_of = key_of
         self._ids = ids
+        self._by_position = ids.kind == POSITION
         self._on_bad_input = on_bad_input
         self._report = report
         self._recovery = recovery
@@ -97,7 +98,9 @@ class Intake:
         value = item.value
         if not isinstance(value, BadInput):
             try:
-                return self._good(item)
+                if self._by_position:
+                    return self._recovery.met(Message.of(self._key_of(value), str(item.ordinal), value), "")
+                return self._identified(item)
             except (CodecError, InputError) as error:
                 value = BadInput(f"{self._source.describe()}, {_place(item)}", str(error), repr(value)[:2000])
         self._refuse(item, value)
@@ -108,13 +111,6 @@ class Intake:
         find = self.known.find if self.known is not None else _unknown
         return [CoveredMessage(key, message, find(key, message)) for key, message in messages]
 
-    def _good(self, item: SourceItem) -> Message | None:
-        if self._ids.kind != POSITION:
-            return self._identified(item)
-        message = Message.of(self._key_of(item.value), str(item.ordinal), item.value)
-        self._recovery.met(message, "")
-        return message
-
     def _identified(self, item: SourceItem) -> Message | None:
         nameless = Message.of(self._key_of(item.value), "", item.value)
         content = fingerprint(nameless.tree)
@@ -124,8 +120,7 @@ class Intake:
                 self._report.repeated += 1
                 return None
             self.known.add(message, content)
-        self._recovery.met(message, content)
-        return message
+        return self._recovery.met(message, content)
 
     def _id(self, item: SourceItem, key: bytes, content: str) -> str:
         if self._ids.of is not None:

@@ -202,7 +202,8 @@ class Pipeline:
         self._identities = Identities(
             job, ids, source, key_of, on_bad_input, report, checkpoints, release=self._take_turn, held=self._is_held
         )
-        self._known = self._identities.known
+        self._known, self._turns = self._identities.known, self._identities.turns
+        self._admit = self._queue if self._turns is None else self._hold_back
 
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
@@ -354,8 +355,8 @@ class Pipeline:
 
     def _all_came(self, ordinal: int) -> None:
         """No recorded message is yet to come: the process had read at most so much beyond the last one of them."""
-        turns = self._identities.turns
-        self._begun_before = ordinal + (turns.waiting if turns is not None else 0) + self._room + 1
+        waiting = self._turns.waiting if self._turns is not None else 0
+        self._begun_before = ordinal + waiting + self._room + 1
 
     # The reader.
 
@@ -364,20 +365,22 @@ class Pipeline:
             await self._read_inbox()
             await self._read_source()
         finally:
-            if self._identities.turns is not None:
-                self._identities.turns.close()
+            if self._turns is not None:
+                self._turns.close()
         if self._identities.recovery.missing:
             raise self._identities.cut_input(self._read_records)
 
     async def _read_source(self) -> None:
         identities, intake = self._identities, self._identities.intake
+        by_position, recovering = identities.by_position, True
         async for item in await self._source.open(self.position):
             message = intake.message_of(item)
             if message is not None:
                 while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
-                ordinal = identities.number_of(item)
-                if self._begun_before == math.inf and not identities.recovery.missing:
+                ordinal = item.ordinal if by_position else identities.next_number()
+                if recovering and not identities.recovery.missing:
+                    recovering = False
                     self._all_came(ordinal)
                 self._admit(Entry(ordinal, message, stored=False))
             elif len(intake.bad) >= _UNCOVERED:
@@ -413,12 +416,11 @@ class Pipeline:
         state = self._keys.get(key)
         return state is not None and state.held
 
-    def _admit(self, entry: Entry) -> None:
+    def _hold_back(self, entry: Entry) -> None:
+        """Queue the entry when it is its turn."""
+        assert self._turns is not None
         self._unfinished[entry.ordinal] = entry
-        if self._identities.turns is None:
-            self._queue(entry)
-        else:
-            self._identities.turns.arrive(entry)
+        self._turns.arrive(entry)
 
     def _take_turn(self, entry: Entry) -> None:
         """The entry goes on now; if its key was reordered, it gets a number after those that went on before."""
@@ -430,11 +432,11 @@ class Pipeline:
                 self._finished_entries.append(entry.ordinal)
                 self._renumbered.add(entry.ordinal)
             entry.ordinal, entry.stored, entry.waits = self._identities.next_number(), False, False
-            self._unfinished[entry.ordinal] = entry
             self._changes += 1
         self._queue(entry)
 
     def _queue(self, entry: Entry) -> None:
+        self._unfinished[entry.ordinal] = entry
         state = self._key_state(entry.message.key_bytes)
         if state.held:
             self._put_aside(entry)

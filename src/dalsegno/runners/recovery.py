@@ -40,11 +40,13 @@ class Recovery:
         """The message is recorded with *history*, and was not read before the last checkpoint."""
         self._keys[message] = key
 
-    def met(self, message: Message, content: str) -> None:
-        """The message came; raises `DivergenceError` if it is recorded under another key."""
-        recorded = self._keys.pop(message.id, message.key_bytes)
-        if recorded != message.key_bytes:
-            raise self._other_key(message, recorded)
+    def met(self, message: Message, content: str) -> Message:
+        """The message came, and is given back; raises `DivergenceError` if it is recorded under another key."""
+        if self._keys:
+            recorded = self._keys.pop(message.id, message.key_bytes)
+            if recorded != message.key_bytes:
+                raise self._other_key(message, recorded)
+        return message
 
     @property
     def missing(self) -> int:
@@ -75,15 +77,16 @@ class RecoveryById(Recovery):
         if content is not None:
             self._key_of[content] = key
 
-    def met(self, message: Message, content: str) -> None:
+    def met(self, message: Message, content: str) -> Message:
         if not self._expected:
-            return
+            return message
         recorded = self._key_of.get(content, message.key_bytes)
         if recorded != message.key_bytes:
             raise self._other_key(message, recorded)
         self._expected.pop((message.key_bytes, message.id), None)
         if not self._expected:
             self._key_of.clear()
+        return message
 
     @property
     def missing(self) -> int:
