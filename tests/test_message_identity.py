@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import random
+import shlex
 import sqlite3
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
@@ -26,13 +28,14 @@ from dalsegno import (
     RunnerContext,
 )
 from dalsegno.core.identity import digest, key_bytes
-from dalsegno.inspect import decide
-from dalsegno.inspect.lookup import find_message
+from dalsegno.inspect import cli, decide
+from dalsegno.inspect.lookup import find_key, find_message, key_text, printable
 from dalsegno.runners import pipeline, recovery
 from dalsegno.runners.merged import MergedSource
 from dalsegno.runners.sources import IterableSource, Source, SourceItem
 from dalsegno.stores.base import Covered
 from tests.helpers import Scripted, SpyStore, Tools, World, crashed, for_ever, run, until
+from tests.test_faults import ODD_KEYS
 
 ODD_IDS: list[Any] = [
     *("0", "00", "-1", " ", "_", ":", "*", "%", "'", '"', "\\", "/", "a/b", "[", "{", "../x", "\n", "\0", "\ud800"),
@@ -450,6 +453,54 @@ def test_another_field_is_refused_while_messages_are_in_flight(world: World, too
     assert tools.made == ["x", "x", "z", "w", "w"]
 
 
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["position", "given", "content"])
+def test_every_key_is_itself_in_records_checkpoints_and_inspection(world: World, tools: Tools, kind: str) -> None:
+    """Each key has a finished message, one in flight, which a checkpoint has in its inbox, and one behind that."""
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        n = ctx.short_term_memory.get("n", 0) + 1
+        ctx.short_term_memory.set("n", n)
+        await ctx.durable_execute(tools.call, value["n"], effect="read")
+        await ctx.durable_execute(tools.call, ("end", value["n"]), effect="idempotent")
+        return [value["n"] % 1000, n]
+
+    count = len(ODD_KEYS)
+    records = [{"k": key, "n": 1000 * turn + n} for turn in range(3) for n, key in enumerate(ODD_KEYS)]
+    options: dict[str, Any] = {"key": "k", "message_id": "n"} if kind == "given" else {"key": "k"}
+
+    def source() -> Any:
+        return Partitions([records], 0) if kind == "content" else records
+
+    async def first() -> None:
+        tools.hang_on = {("end", 1000 + n) for n in range(count)}
+        runner = world.runner(Scripted(body))
+        running = asyncio.ensure_future(runner.run_async(source(), world.out, **options))
+        await until(lambda: len(tools.hanging) == count)
+        await until(lambda: runner._pipeline is not None and runner._pipeline._read_records == len(records))
+        await until(checkpoints(runner, 1))
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(first())
+    tools.hang_on.clear()
+    with closing(world.store().inspect()) as inspector:
+        of_key = list({key: None for key, _ in inspector.messages("job")})
+        assert sorted(of_key) == sorted(map(key_bytes, ODD_KEYS))
+        assert [find_key(key_text(key), of_key, as_json=True) for key in of_key if key.isascii()] == [
+            key for key in of_key if key.isascii()
+        ]
+    runner = world.runner(Scripted(body))
+    run(runner, source(), world.out, **options)
+    assert sorted(world.outputs()) == sorted([n, turn + 1] for turn in range(3) for n in range(count))
+    assert [memory for _, memory in runner.memories()] == [{"n": 3}] * count
+    assert sorted(map(key_bytes, (key for key, _ in runner.memories()))) == sorted(map(key_bytes, ODD_KEYS))
+    assert all(tools.count(record["n"]) == 1 for record in records)
+    assert world.recorded() == {}
+
+
 # --- looking and deciding -------------------------------------------------------------------------------------------
 
 
@@ -471,6 +522,78 @@ def test_a_parked_message_of_any_id_is_found_and_retried(tmp_path: Path, tools: 
         [["\ufffd", 1]],
         [["a\ufffdb", 1]],
     )
+
+
+@pytest.fixture
+def dalsegno(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in this process, in a folder with an agent; gives the exit code and what is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = f"shop_{abs(hash(tmp_path))}"
+    (tmp_path / f"{module}.py").write_text(AGENT)
+
+    def command(*args: str) -> tuple[Any, str]:
+        given = [f"{module}:agent" if arg == "AGENT" else arg for arg in args]
+        monkeypatch.setattr(sys, "argv", ["dalsegno", *given])
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return caught.value.code, out + err
+
+    return command
+
+
+AGENT = """
+from pathlib import Path
+from dalsegno import Agent, InputEvent, OutputEvent, action
+
+def charge(n):
+    if not Path("mended").exists():
+        raise ValueError("refused")
+    return n
+
+class Shop(Agent):
+    @action(InputEvent)
+    async def buy(self, event, ctx):
+        ctx.send_event(OutputEvent(output=await ctx.durable_execute(charge, ctx.message_id)))
+
+agent = Shop()
+"""
+RUN = ("run", "AGENT", "--job", "shop", "--source", "in.jsonl", "--sink", "out.jsonl")
+
+
+def test_the_command_takes_the_field_of_the_id_and_tells_what_came_again(dalsegno: Any, tmp_path: Path) -> None:
+    (tmp_path / "mended").touch()
+    (tmp_path / "in.jsonl").write_text('{"id": 7}\n{"id": 7}\n{"id": "a"}\n')
+    code, shown = dalsegno(*RUN, "--message-id", "id")
+    assert code == 0
+    assert "records that came again" in shown
+    assert (tmp_path / "out.jsonl").read_text() == '"7"\n"a"\n'
+    code, shown = dalsegno(*RUN)
+    assert (code, "RestoreError" in shown) == (1, True)
+    code, shown = dalsegno(*RUN, "--message-id", "id", "--json")
+    assert json.loads(shown)["repeated"] == 0
+    (tmp_path / "in.jsonl").write_text('{"id": 7}\n{"id": 7}\n{"id": "a"}\n{"n": 1}\n')
+    code, shown = dalsegno(*RUN, "--message-id", "id")
+    assert (code, "the record has no field 'id'; its fields are 'n'" in shown) == (1, True)
+
+
+@pytest.mark.parametrize("identity", ["-1", "a b", "\n", "\0", "\ud800", "\x1b[31m", "deadbeef", "😀", "'", str(2**63)])
+def test_a_message_is_found_by_what_is_shown_of_its_id(dalsegno: Any, tmp_path: Path, identity: str) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": identity}) + "\n")
+    code, shown = dalsegno(*RUN, "--message-id", "id", "--on-failure", "park")
+    assert (code, "\x1b" in shown) == (3, False)
+    code, shown = dalsegno("show", "shop", "--json")
+    assert json.loads(shown)["messages"][0]["message"] == identity
+    code, shown = dalsegno("show", "shop", "--", printable(identity))
+    assert (code, "\x1b" in shown) == (0, False)
+    (retry,) = (line for line in shown.splitlines() if "dalsegno retry" in line)
+    (tmp_path / "mended").touch()
+    code, shown = dalsegno(*shlex.split(retry.partition("dalsegno ")[2]))
+    assert (code, shown.splitlines()[0].startswith("decided: retry")) == (0, True)
+    assert dalsegno(*RUN, "--message-id", "id")[0] == 0
 
 
 # --- checkpoint files -----------------------------------------------------------------------------------------------
