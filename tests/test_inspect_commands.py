@@ -25,10 +25,10 @@ from dalsegno.core.decisions import WAIT, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
 from dalsegno.inspect import cli, commands
-from dalsegno.inspect.views import Lens, call_id
+from dalsegno.operate.views import Lens, call_id
 from dalsegno.runners import pipeline
-from dalsegno.runners.local import default_store_path
 from dalsegno.stores.base import Decision
+from dalsegno.stores.default import default_store_path
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 from dalsegno.testing.stores import ODD_KEYS, step
@@ -395,7 +395,7 @@ def test_a_message_whose_id_looks_like_a_call_is_the_message(dalsegno: Command) 
 
 def test_a_beginning_of_several_calls_is_ambiguous(dalsegno: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "dalsegno.inspect.lookup.call_id", lambda key, message, task, number: f"{'abcdef' * 3}{number:014x}"
+        "dalsegno.operate.lookup.call_id", lambda key, message, task, number: f"{'abcdef' * 3}{number:014x}"
     )
     record(in_doubt())
     shown = dalsegno("show", JOB, "abcdef")

@@ -486,9 +486,19 @@ class ActionTask:
         _check_not_nested()
         if not self._spec.is_async:
             raise DefinitionError(
-                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
-                "to wait for a signal"
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
+                "ctx.wait_for_sync(...), or declare it with async def to wait for a signal"
             )
+        return await self._wait_for(name, limit)
+
+    def wait_for_from_thread(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if self._spec.is_async:
+            raise DefinitionError(f"action {self._spec.name!r} is async: write await ctx.wait_for(...)")
+        return asyncio.run_coroutine_threadsafe(self._wait_for(name, limit), self._loop).result()
+
+    async def _wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         check_name(name, "the name of the signal in ctx.wait_for(...)")
         seconds = None if limit is None else seconds_of(limit, "ctx.wait_for(..., timeout=...)")
         arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})

@@ -26,16 +26,15 @@ from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from dalsegno.agent import Agent, check_agent
 from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
-from dalsegno.core.identity import digest
 from dalsegno.core.task import Environment
 from dalsegno.errors import DefinitionError, InputError
 from dalsegno.memory import Leaf, Node
+from dalsegno.operate.operator import Operator
 from dalsegno.runners.checkpoints import CheckpointFile
 from dalsegno.runners.pipeline import OnBadInput, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
@@ -43,6 +42,7 @@ from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.default import default_store_path, file_name
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
@@ -152,6 +152,10 @@ class LocalRunner:
             self._pipeline.report.stopped_by = self._pipeline.report.stopped_by or "stop()"
             self._pipeline.stop()
 
+    def operator(self) -> Operator:
+        """An `Operator` of this job: sees what is parked and decides about it, also while this runner runs it."""
+        return Operator(job=self.job, store=self._store, cipher=self._cipher)
+
     def memories(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Each key with its short-term memory, as nested dicts, after a run."""
         for key, node in self._checkpoints.memories():
@@ -231,17 +235,6 @@ class LocalRunner:
             name = stem.name if own else f"{stem.name}.{file_name(self.job, longest=80)}"
             return stem.with_name(f"{name}.checkpoints.db")
         return Path(".dalsegno") / f"{file_name(self.job)}.checkpoints.db"
-
-
-def file_name(job: str, longest: int = 150) -> str:
-    """*job* as a part of a file name, of at most *longest* characters; two jobs never share one."""
-    name = quote(job, safe=" @+=,").replace(".", "%2E")
-    return name if len(name) <= longest else f"{name[: longest - 33]}~{digest(job)}"
-
-
-def default_store_path(job: str) -> Path:
-    """Where a job's records lie unless a store is given."""
-    return Path(".dalsegno") / f"{file_name(job)}.db"
 
 
 def _check_options(

@@ -18,7 +18,7 @@ from dalsegno.core.decisions import WAIT
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record
 from dalsegno.errors import CodecError, InspectError, RecordError
-from dalsegno.inspect.views import PLAIN, SHOWN_DIGITS, Lens, MessageSummary, call_id, summarize
+from dalsegno.operate.views import PLAIN, SHOWN_DIGITS, Lens, MessageSummary, call_id, summarize
 from dalsegno.stores.base import Decision, StoreInspector
 
 FEWEST_DIGITS = 4
