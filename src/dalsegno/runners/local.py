@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from dalsegno.agent import Agent, check_agent
@@ -95,6 +96,8 @@ class LocalRunner:
         self._max_attempts = max_attempts
         self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
         self._pipeline: Pipeline | None = None
+        self._at_once: Callable[[str], None] | None = None
+        """Told of the second signal during `run`, for a command that must end even if the run cannot."""
 
     def run(
         self,
@@ -208,7 +211,7 @@ class LocalRunner:
             )
             refresh = _Refresh(self._pipeline, opened, started, on_progress)
             try:
-                with _signals(self.stop, report) if signals else nullcontext():
+                with _signals(self.stop, report, self._at_once) if signals else nullcontext():
                     refresh.start()
                     await self._pipeline.run()
             finally:
@@ -351,7 +354,7 @@ class _Refresh:
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.position)
-            self._on_progress(Progress(report, read, self._source.total()))
+            self._on_progress(Progress(report, read, self._source.total(), self._pipeline.in_flight()))
 
 
 @contextmanager
@@ -372,28 +375,38 @@ def _tuned_interpreter() -> Iterator[None]:
 
 
 @contextmanager
-def _signals(stop: Callable[[], None], report: RunReport) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once."""
+def _signals(stop: Callable[[], None], report: RunReport, at_once: Callable[[str], None] | None) -> Iterator[None]:
+    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once.
+
+    *at_once* is told of the second one when it comes, between any two steps of the program.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
+    seen = False
 
-    def on_signal(number: signal.Signals) -> None:
+    def in_loop(name: str) -> None:
         if report.stopped_by is not None and main is not None:
             # The loop would wait for its own threads, too, and a callee may sit in one for ever.
             loop.set_default_executor(ThreadPoolExecutor(1))
-            main.cancel(number.name)
+            main.cancel(name)
             return
-        report.stopped_by = number.name
+        report.stopped_by = name
         stop()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        name = signal.Signals(number).name
+        if at_once is not None and (seen or report.stopped_by is not None):
+            at_once(name)  # here, as an action may block the loop
+        seen = True
+        loop.call_soon_threadsafe(in_loop, name)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

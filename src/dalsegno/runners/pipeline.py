@@ -156,6 +156,7 @@ class Pipeline:
         self._begun_before = 0
         """Messages before this ordinal may have been begun by a run that did not come to its end."""
         self._wait = wait
+        self._max_in_flight = max_in_flight
         self._slots = asyncio.Semaphore(max_in_flight)
         self._room = max_in_flight * _BUFFERED_PER_SLOT
         self._keys: OrderedDict[bytes, KeyState] = OrderedDict()
@@ -587,6 +588,10 @@ class Pipeline:
                 if state.parked is not None
             ]
         return self._parked_told
+
+    def in_flight(self) -> int:
+        """How many messages are being run."""
+        return min(len(self._workers), self._max_in_flight)
 
     def _parking_changed(self) -> None:
         self._parked_told = None
