@@ -108,7 +108,7 @@ def show(
 def _chosen(
     inspector: StoreInspector, job: str, key: bytes | None, state: StateChoice | None, lens: Lens
 ) -> Iterator[MessageSummary]:
-    from dalsegno.operate.lookup import find_messages, perhaps_set_aside, summaries
+    from dalsegno.operate.lookup import find_messages, perhaps_in_flight, perhaps_set_aside, summaries
     from dalsegno.operate.views import SET_ASIDE, State
 
     messages = None
@@ -116,6 +116,8 @@ def _chosen(
         messages = find_messages(inspector, job, None, key)
     elif state is not None and State(state) in SET_ASIDE:
         messages = perhaps_set_aside(inspector, job, lens)
+    elif state == StateChoice.in_flight:
+        messages = perhaps_in_flight(inspector, job, lens)
     for summary in summaries(inspector, job, messages, lens):
         if state in (None, str(summary.state)) or (state == "parked" and summary.state in SET_ASIDE):
             yield summary
