@@ -33,6 +33,7 @@ from dalsegno.agent import Agent
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.executor import Executor, Finished, Message, Parked
+from dalsegno.core.late import LateCalls
 from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
 from dalsegno.errors import CodecError, DivergenceError, InputError, RestoreError, StoreError
@@ -58,6 +59,9 @@ _SET_ASIDE_IN_MEMORY = 5_000
 _INBOX_CHUNK = 500
 _MESSAGES_A_TURN = 4
 _LISTEN_SECONDS = 0.5
+
+_late_calls: dict[str, LateCalls] = {}
+"""By the identity of a job's store: what the runs of this process left in threads."""
 
 
 @dataclass(slots=True)
@@ -198,6 +202,8 @@ class Pipeline:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
         await self._store.open(self._job, self._owner)
         try:
+            self.environment.late = _late_calls.setdefault(self._store.identity, self.environment.late)
+            self.environment.late.forget_ended()
             await self._restore()
             self._restored = True
             await self._process_all()
@@ -611,6 +617,10 @@ class Pipeline:
             self._note(decision)
             state = self._parked.get(decision.key)
             if state is not None and state.parked is not None and state.parked.message == decision.message:
+                self._take_up(state)
+        for key, message in [*self.environment.late.newly_ended()]:
+            state = self._parked.get(key)
+            if state is not None and state.parked is not None and state.parked.message == message:
                 self._take_up(state)
         now = self.environment.clock()
         for state in [*self._parked.values()]:
