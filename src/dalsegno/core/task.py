@@ -25,6 +25,7 @@ from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
+from dalsegno.core.late import CallPlace, LateCalls, MessagePlace
 from dalsegno.core.pauses import Pauses, after, seconds_of
 from dalsegno.core.records import COUNTED, Park, Record, TaskActionState, as_record, dump_body, new_body
 from dalsegno.core.time_limit import OutOfTime, Watched, in_time
@@ -112,6 +113,7 @@ class Environment:
     """What people decided, by key and id of the message: the body of each decision by its target."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     pauses: Pauses = field(default_factory=Pauses)
+    late: LateCalls = field(default_factory=LateCalls)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
@@ -516,9 +518,19 @@ class ActionTask:
         _check_not_nested()
         if not self._spec.is_async:
             raise DefinitionError(
-                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
-                "to wait for a signal"
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
+                "ctx.wait_for_sync(...), or declare it with async def to wait for a signal"
             )
+        return await self._wait_for(name, limit)
+
+    def wait_for_from_thread(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if self._spec.is_async:
+            raise DefinitionError(f"action {self._spec.name!r} is async: write await ctx.wait_for(...)")
+        return asyncio.run_coroutine_threadsafe(self._wait_for(name, limit), self._loop).result()
+
+    async def _wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         check_name(name, "the name of the signal in ctx.wait_for(...)")
         seconds = None if limit is None else seconds_of(limit, "ctx.wait_for(..., timeout=...)")
         arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})
@@ -635,35 +647,40 @@ class ActionTask:
         verdict: Exception | None = None
         self._in_flight += 1
         try:
-            effect, answer = options.effect, None
+            effect, answer, late = options.effect, None, None
             if call.state.status is not _NEW:
                 if options.retry is not None and call.state.retry_at is not None:
                     await self._wait_for_retry(call.state.retry_at, options.retry)
                 options = with_key_for_reconcile(options)
                 effect = _stricter(effect, call.state.effect)
                 if effect == "once" and _may_have_happened(call.state.status, options):
-                    settled = await self._reconcile(call, options)
+                    late = self._ended_late(call)
+                    settled = await self._reconcile(call, options) if late is None else None
                     if settled is not None:
                         return self._completed(call, *settled)
                     answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
-            if effect == "read":
+            if late is not None:
+                pass  # it is made already
+            elif effect == "read":
                 self._environment.log.check()
                 self._journal.start_unrecorded(call)
             else:
                 self._journal.request(call, effect, answer)
                 await self._environment.log.barrier()
-            self._environment.counters.executed += 1
+            self._environment.counters.executed += late is None
             try:
+                if late is not None:
+                    return self._returned(call, _value_of(*late))
                 if options.timeout is None:
                     return self._returned(call, await self._invoke(call, function, callee.is_async))
                 return self._returned(call, await self._invoke_in_time(call, function, callee, options.timeout))
-            except OutOfTime as late:
+            except OutOfTime as cut_off:
                 if effect == "once":
-                    settled = await self._settle_late(call, options, late)
+                    settled = await self._settle_late(call, options, cut_off)
                     if settled is not None:
                         return self._completed(call, *settled)
-                failure = self._failed_or_due(call, late.error, options.retry)
+                failure = self._failed_or_due(call, cut_off.error, options.retry)
             except Exception as error:
                 failure = self._failed_or_due(call, error, options.retry)
             except SystemExit as error:
@@ -773,17 +790,33 @@ class ActionTask:
 
     async def _settle_late(self, call: Call, options: CallOptions, late: OutOfTime) -> tuple[Any, str] | None:
         """`_reconcile` for a call that was cut off by its time limit."""
-        if late.runs:
-            raise self._in_doubt(
-                call,
+        if late.running is not None:
+            reason = (
                 f"{self}: {late.error}, and may still happen, because it runs in a thread, which nothing can end; it "
-                "has effect='once', so it is not made again, and its reconcile, if it has one, is asked in the next "
-                "run",
+                "has effect='once', so it is not made again: the message waits for the thread, whose outcome counts; "
+                "after a restart its reconcile, if it has one, is asked"
             )
+            self._environment.late.add(*self._late_place(call), late.running, reason)
+            raise self._in_doubt(call, reason)
         try:
             return await self._reconcile(call, with_key_for_reconcile(options))
         except InDoubtError as error:
             raise self._in_doubt(call, f"{error} ({late.error})") from error.__cause__
+
+    def _late_place(self, call: Call) -> tuple[MessagePlace, CallPlace]:
+        message, state = self._message, call.state
+        return (message.key_bytes, message.id), (self.identity, state.number, state.attempt)
+
+    def _ended_late(self, call: Call) -> tuple[Any, Exception | None] | None:
+        """The outcome of an attempt whose thread went on after its time limit; in doubt while it does."""
+        late = self._environment.late.take(*self._late_place(call))
+        if late is None:
+            return None
+        if late.watched.runs:
+            raise self._in_doubt(call, late.reason)
+        decided = self._decision(decisions.resolve_target(self.identity, call.state.number, call.state.attempt))
+        # That it happened is for a person to say. That it did not may have been true when it was said.
+        return None if isinstance(decided, decisions.Resolved) and decided.happened else late.watched.outcome
 
     def _current_call(self, call: Call, attempt: int) -> CurrentCall:
         state = call.state
@@ -876,6 +909,13 @@ class _Unrecordable(BaseException):
 
     def __init__(self, reason: Exception) -> None:
         self.reason = reason
+
+
+def _value_of(value: Any, error: Exception | None) -> Any:
+    """What a call returned; raises what it raised."""
+    if error is not None:
+        raise error
+    return value
 
 
 def _may_have_happened(status: CallStatus, options: CallOptions) -> bool:

@@ -33,6 +33,7 @@ from dalsegno.agent import Agent
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.executor import Executor, Finished, Message, Parked
+from dalsegno.core.late import LateCalls
 from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
 from dalsegno.errors import CodecError, DivergenceError, InputError, RestoreError, StoreError
@@ -59,6 +60,9 @@ _SET_ASIDE_IN_MEMORY = 5_000
 _INBOX_CHUNK = 500
 _MESSAGES_A_TURN = 4
 _LISTEN_SECONDS = 0.5
+
+_late_calls: dict[str, LateCalls] = {}
+"""By the identity of a job's store: what the runs of this process left in threads."""
 
 
 @dataclass(slots=True)
@@ -157,6 +161,7 @@ class Pipeline:
         self._begun_before = 0
         """Messages before this ordinal may have been begun by a run that did not come to its end."""
         self._wait = wait
+        self._max_in_flight = max_in_flight
         self._slots = asyncio.Semaphore(max_in_flight)
         self._room = max_in_flight * _BUFFERED_PER_SLOT
         self._keys: OrderedDict[bytes, KeyState] = OrderedDict()
@@ -198,6 +203,8 @@ class Pipeline:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
         await self._store.open(self._job, self._owner)
         try:
+            self.environment.late = _late_calls.setdefault(self._store.identity, self.environment.late)
+            self.environment.late.forget_ended()
             await self._restore()
             self._restored = True
             await self._process_all()
@@ -589,6 +596,10 @@ class Pipeline:
             ]
         return self._parked_told
 
+    def in_flight(self) -> int:
+        """How many messages are being run."""
+        return min(len(self._workers), self._max_in_flight)
+
     def _parking_changed(self) -> None:
         self._parked_told = None
         self._news.set()
@@ -607,6 +618,10 @@ class Pipeline:
             self._note(decision)
             state = self._parked.get(decision.key)
             if state is not None and state.parked is not None and state.parked.message == decision.message:
+                self._take_up(state)
+        for key, message in [*self.environment.late.newly_ended()]:
+            state = self._parked.get(key)
+            if state is not None and state.parked is not None and state.parked.message == message:
                 self._take_up(state)
         now = self.environment.clock()
         for state in [*self._parked.values()]:
