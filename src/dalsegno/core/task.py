@@ -381,6 +381,7 @@ class ActionTask:
 
     def patched(self, name: str) -> bool:
         self._check_running()
+        _check_not_in_callee("ctx.patched(...)")
         check_name(name, "the name of the change in ctx.patched(...)")
         if self._spec.is_async:
             return self._journal.patched(name)
@@ -447,6 +448,7 @@ class ActionTask:
 
     def send(self, event: Event) -> None:
         self._check_running()
+        _check_not_in_callee("ctx.send_event(...)")
         if not isinstance(event, Event):
             raise DefinitionError(
                 "send_event takes an event, that is an instance of a subclass of dalsegno.Event, not "
@@ -469,12 +471,14 @@ class ActionTask:
 
     def _open_short_term(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.short_term_memory")
         if self._short_term is None:
             self._short_term = MemoryTransaction(self._memory, codec, "short_term_memory")
         return self._short_term
 
     def _open_sensory(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.sensory_memory")
         if self._sensory is None:
             self._sensory = MemoryTransaction(self._sensory_memory, codec, "sensory_memory")
         return self._sensory
@@ -895,6 +899,15 @@ def _check_not_nested() -> None:
     if effects.running.get(None) is not None:
         raise DefinitionError(
             "a durable call is made inside the function of another one; return to the action and make it from there"
+        )
+
+
+def _check_not_in_callee(what: str) -> None:
+    """A replay does not run the function of a recorded call, so what it sends, writes or sees would be lost."""
+    if effects.running.get(None) is not None:
+        raise DefinitionError(
+            f"{what} is used inside the function of a durable call, which a replay does not run, so it would be lost "
+            "there; give what is needed as arguments, return the result, and use it in the action"
         )
 
 
