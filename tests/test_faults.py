@@ -124,7 +124,7 @@ def test_empty_results_replay_and_none_runs_again(world: World, tools: Tools) ->
     crash_in(world, tools, calls(tools, *empty, "end"), "end")
     run(world.runner(calls(tools, *empty, "end")), [1], world.out)
     assert world.outputs() == [[None, False, 0, "", [], {}, [], "done end"]]
-    assert all(tools.count(n) == 1 for n in empty)
+    assert [tools.count(n) for n in empty] == [1] * len(empty)
 
 
 def test_a_result_that_cannot_be_recorded_is_an_error_before_anything_else_happens(
