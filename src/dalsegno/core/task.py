@@ -55,6 +55,7 @@ _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
 _POLL_SECONDS = 0.01
+_WITHOUT_PARTS = frozenset({str, int, bool, float, bytes, type(None)})
 _AGAIN = object()
 """In place of an outcome: the attempt failed, and another one is due."""
 
@@ -206,7 +207,9 @@ class ActionTask:
 
     @property
     def key(self) -> Any:
-        return self._message.key
+        key = self._message.key
+        # Of what may have parts, a copy in the order that it has in a checkpoint, from which a parked message comes back.
+        return key if type(key) in _WITHOUT_PARTS else codec.decode(self._message.key_bytes)
 
     @property
     def message_id(self) -> str:
