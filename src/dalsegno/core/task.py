@@ -208,7 +208,7 @@ class ActionTask:
     @property
     def key(self) -> Any:
         key = self._message.key
-        # Of what may have parts, a copy in the order that it has in a checkpoint, from which a parked message comes back.
+        # If it has parts, a copy with the order that it has in a checkpoint, from where a parked message comes back.
         return key if type(key) in _WITHOUT_PARTS else codec.decode(self._message.key_bytes)
 
     @property
