@@ -651,7 +651,7 @@ class Pipeline:
     # The checkpointer.
 
     async def _checkpoint_now_and_then(self) -> None:
-        seen = self._changes
+        seen = 0  # not the count of now: the reader may be far by the time that this is run first
         last = False
         while not last:
             try:
