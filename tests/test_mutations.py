@@ -174,7 +174,7 @@ MUTATIONS = [
             Change(
                 "core/task.py",
                 """
-                    return self._replayed(call)
+                    return await self._replayed(call)
                 if options.retry is None and not (callee.marked or options.idempotency_key):
                 """,
                 """
@@ -211,6 +211,14 @@ MUTATIONS = [
         on_both(
             "test_faults.py::test_an_exception_with_required_keyword_arguments_is_the_same_in_the_replay",
             r"^AssertionError: .*object object at",
+        ),
+    ),
+    Mutation(
+        "an outcome that cannot be loaded is no failure of the call",
+        [Change("core/task.py", "await self._stop_with(self._unrecordable(call, error, why).reason)", "raise")],
+        on_both(
+            "test_unloadable_outcomes.py::test_nor_does_one_that_makes_calls_side_by_side[gathered]",
+            "DID NOT RAISE .*ActionError",
         ),
     ),
     Mutation(
