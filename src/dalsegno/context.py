@@ -46,6 +46,7 @@ class ActionHost(Protocol):
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, /
     ) -> Any: ...
+    def patched(self, name: str, /) -> bool: ...
     def now(self) -> Coroutine[Any, Any, datetime]: ...
     def random(self) -> Coroutine[Any, Any, float]: ...
     def uuid(self) -> Coroutine[Any, Any, UUID]: ...
@@ -194,6 +195,15 @@ class RunnerContext:
         """`durable_execute` for an action that is a plain ``def``: waits for the call and returns its result."""
         options = CallOptions(effect, reconcile, name, retry, timeout, idempotency_key)
         return self._host.call_from_thread(function, args, {**named, **kwargs} if kwargs else named, options)
+
+    def patched(self, name: str) -> bool:
+        """Whether this action task may take the new path of the change *name* of the code.
+
+        False where the task is replayed from a record that the code made before the change, so that the old path has to
+        be taken once more; True everywhere else. Recorded: it is the same in every replay of the action task, wherever
+        in the action it is asked for. Not to be awaited. Raises `DefinitionError` for a wrong name.
+        """
+        return self._host.patched(name)
 
     def now(self) -> Coroutine[Any, Any, datetime]:
         """The present time in UTC, recorded: the same in every replay. Must be awaited, as all that follows."""

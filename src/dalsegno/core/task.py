@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from uuid import UUID
 from dalsegno import effects, recorded
 from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
-from dalsegno.core import codec, decisions
+from dalsegno.core import codec, decisions, divergence
 from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 # Looking a member up in its enumeration is slow.
 _NEW, _COMPLETED = CallStatus.NEW, CallStatus.COMPLETED
+
+_logger = logging.getLogger("dalsegno")
 
 _CALLS_A_TURN = 32
 """Calls that an action may make in a row, if none of them waits, before others get their turn."""
@@ -88,6 +91,8 @@ class Counters:
 
     executed: int = 0
     replayed: int = 0
+    diverged: int = 0
+    """Messages that went on although the code no longer fitted their record."""
 
 
 @dataclass(slots=True)
@@ -101,6 +106,8 @@ class Environment:
     clock: Callable[[], datetime]
     """The present time, with its zone."""
     counters: Counters = field(default_factory=Counters)
+    rerun: bool = False
+    """Whether a message goes on where the code no longer fits its record, instead of raising `DivergenceError`."""
     stopping: bool = False
     decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
     """What people decided, by key and id of the message: the body of each decision by its target."""
@@ -151,6 +158,12 @@ class _Place:
         self._environment.log.append(as_record((message.key_bytes, message.id, self._identity, dump_body(body))))
 
 
+def record_park(environment: Environment, message: Message, state: TaskActionState, park: Park) -> None:
+    """Record that *message* is set aside because of an action task that does not run."""
+    place = _Place(environment, message, state.task, state.action, None)
+    Journal(None, place.append, place).park(park)
+
+
 class ActionTask:
     """Runs one action for one event. *recorded* is what an earlier process recorded of it."""
 
@@ -170,6 +183,8 @@ class ActionTask:
     _made = 0
     _pausing = 0
     _callee_owners: dict[str, object] | None = None
+    diverged = False
+    """Whether the action went on although the code no longer fitted the record."""
 
     def __init__(
         self,
@@ -251,7 +266,7 @@ class ActionTask:
                     "ran: write await before it"
                 )
             )
-        self._journal.check_complete()
+        self._check_complete()
 
     def set_aside(self, park: Park) -> None:
         """Record that the message is set aside, unless that is already the last thing that the record says."""
@@ -265,8 +280,11 @@ class ActionTask:
         self._journal.begun(attempt)
         await self._environment.log.barrier()
 
-    def commit(self, *, last: bool) -> tuple[Node, Node]:
-        """Record that the action is done, *last* of its message; returns the message's two memories from now on."""
+    def commit(self, *, last: bool, order: list[str] | None = None) -> tuple[Node, Node]:
+        """Record that the action is done, *last* of its message; returns the message's two memories from now on.
+
+        *order* is that of the message's action tasks, if it is not the recorded one.
+        """
         body = new_body("done")
         memory, sensory = self._memory, self._sensory_memory
         if self._short_term is not None and self._short_term.updates:
@@ -277,6 +295,8 @@ class ActionTask:
             body["events"] = self.sent
         if last:
             body["last"] = True
+        if order is not None:
+            body["order"] = order
         self._journal.done(body)
         return memory, sensory
 
@@ -359,6 +379,16 @@ class ActionTask:
                 )
         self._made += 1
         return callee, name, self._made
+
+    def patched(self, name: str) -> bool:
+        self._check_running()
+        check_name(name, "the name of the change in ctx.patched(...)")
+        if self._spec.is_async:
+            return self._journal.patched(name)
+        return asyncio.run_coroutine_threadsafe(self._patched(name), self._loop).result()
+
+    async def _patched(self, name: str) -> bool:
+        return self._journal.patched(name)
 
     def now(self) -> Coroutine[Any, Any, datetime]:
         return self._recorded_call("now", self._tell_time)
@@ -525,7 +555,7 @@ class ActionTask:
             return await self._begin_in_turn(name, digest, arguments, keywords, error)
 
     async def _begin_in_turn(
-        self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], divergence: DivergenceError
+        self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], unfit: DivergenceError
     ) -> Call:
         """Match the call with the record, where it does not fit at once.
 
@@ -536,7 +566,10 @@ class ActionTask:
         while True:
             await self._settle()
             if turn == (_TURNS + _POLLS if self._journal.overlapping else _TURNS):
-                await self._stop_with(divergence)
+                unfit = divergence.at(unfit, divergence.made_at() or self._defined_at())
+                if not self._environment.rerun:
+                    await self._stop_with(unfit)
+                self._give_up(unfit)
             await asyncio.sleep(0 if turn < _TURNS else _POLL_SECONDS)
             turn += 1
             if self._verdict is not None:
@@ -544,7 +577,39 @@ class ActionTask:
             try:
                 return self._begin(name, digest, arguments, keywords)
             except DivergenceError as error:
-                divergence = error
+                unfit = error
+
+    def _give_up(self, unfit: DivergenceError) -> None:
+        """Go on, although what is recorded no longer fits."""
+        self.diverged = True
+        lost = self._journal.give_up()
+        harm = divergence.harm_of(lost)
+        _logger.warning(
+            "%s: the code no longer fits the record. %s It goes on from there; of the %d recorded calls that were to "
+            "come, those that it still makes keep their answers.%s",
+            self,
+            unfit.what,
+            len(lost),
+            harm,
+        )
+
+    def _defined_at(self) -> str:
+        return f" The action is{divergence.defined_at(self._spec.function).removeprefix(',')}."
+
+    def _check_complete(self) -> None:
+        """Whether the code made all that is recorded; raises what is to be done if not."""
+        try:
+            self._journal.check_complete()
+        except DivergenceError as error:
+            unfit = divergence.at(error, self._defined_at())
+            if not self._environment.rerun:
+                raise unfit from None
+            self._give_up(unfit)
+        for call in self._journal.dropped():
+            target = decisions.resolve_target(self.identity, call.number, call.attempt)
+            if divergence.in_doubt(call) and self._decision(target) is None:
+                self.set_aside(Park.because(f"{self}: {divergence.lost_in_doubt(call)}", "in_doubt", call.number))
+                raise SetAside
 
     def _begin(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
         strand = asyncio.current_task(self._loop)

@@ -56,6 +56,13 @@ class BadInputChoice(StrEnum):
     park = "park"
 
 
+class OnDivergenceChoice(StrEnum):
+    """What happens to a message in flight whose record the code no longer fits."""
+
+    strict = "strict"
+    rerun = "rerun"
+
+
 class OnFailureChoice(StrEnum):
     """What happens to a message whose action raises."""
 
@@ -157,6 +164,12 @@ def run(
         int | None,
         typer.Option(min=3, help="Park a message during which the process was killed that often. [default: never]"),
     ] = None,
+    on_divergence: Annotated[
+        OnDivergenceChoice,
+        typer.Option(
+            help="What to do where changed code no longer fits the record: stop the job, or go on from there."
+        ),
+    ] = OnDivergenceChoice.strict,
     wait: Annotated[bool, typer.Option("--wait", help="Do not end while a message waits for a signal.")] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Messages that are processed at a time.")] = 64,
     checkpoint_interval: Annotated[float, typer.Option(min=0.01, help="Seconds between checkpoints.")] = 5.0,
@@ -178,6 +191,7 @@ def run(
             checkpoint_interval=checkpoint_interval,
             on_failure=on_failure.value,
             max_attempts=max_attempts,
+            on_divergence=on_divergence.value,
             cipher=None if cipher is None else load_cipher(cipher),
         )
         opened_source, opened_sink = open_source(source), open_sink(sink)
@@ -369,6 +383,8 @@ def _summary(report: RunReport) -> str:
         ("checkpoints", report.checkpoints),
         ("seconds", f"{report.seconds:.2f}"),
     ]
+    if report.diverged:
+        rows.insert(4, ("messages rerun by changed code", report.diverged))
     if report.waiting:
         rows.insert(5, ("waiting behind a parked message", report.waiting))
     if report.skipped or report.set_aside:

@@ -37,7 +37,7 @@ from dalsegno.core.task import Environment
 from dalsegno.errors import DefinitionError, InputError
 from dalsegno.memory import Leaf, Node
 from dalsegno.runners.checkpoints import CheckpointFile
-from dalsegno.runners.pipeline import OnBadInput, OnFailure, Pipeline
+from dalsegno.runners.pipeline import OnBadInput, OnDivergence, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
 from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
@@ -65,6 +65,10 @@ class LocalRunner:
     more, parks a message during which the process was killed that many times, the last of them while nothing else ran,
     so that one that kills the process does not do so for ever; unless given, there is no limit.
 
+    *on_divergence* says what becomes of a message in flight whose record the changed code no longer fits:
+    ``"strict"`` ends the run with `DivergenceError`, before anything executes; ``"rerun"`` goes on with a warning:
+    recorded calls that the code still makes keep their answers, the others are given up, new ones are executed.
+
     Raises `DefinitionError` for a wrong agent or option.
     """
 
@@ -80,11 +84,14 @@ class LocalRunner:
         linger: float = 0.002,
         on_failure: OnFailure = "stop",
         max_attempts: int | None = None,
+        on_divergence: OnDivergence = "strict",
         cipher: PayloadCipher | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
         _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts)
+        if on_divergence not in ("strict", "rerun"):
+            raise DefinitionError(f"on_divergence={on_divergence!r} is not one of 'strict', 'rerun'")
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
         self._cipher = _checked_cipher(cipher, self._store)
         self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints), cipher)
@@ -93,6 +100,7 @@ class LocalRunner:
         self._linger = linger
         self._park_failures = on_failure == "park"
         self._max_attempts = max_attempts
+        self._rerun = on_divergence == "rerun"
         self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
         self._pipeline: Pipeline | None = None
 
@@ -182,7 +190,7 @@ class LocalRunner:
         try:
             store = self._store if self._cipher is None else EncryptingStore(self._store, self._cipher)
             log = GroupCommit(store.put, linger=self._linger)
-            environment = Environment(self.job, log, _in_pool(pool), self._clock)
+            environment = Environment(self.job, log, _in_pool(pool), self._clock, rerun=self._rerun)
             self._pipeline = Pipeline(
                 agent=self.agent,
                 environment=environment,
@@ -354,6 +362,7 @@ class _Refresh:
     def _update(self) -> None:
         report, counters = self._pipeline.report, self._pipeline.environment.counters
         report.calls_executed, report.calls_replayed = counters.executed, counters.replayed
+        report.diverged = counters.diverged
         report.parked = self._pipeline.parked()
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:

@@ -49,6 +49,7 @@ _logger = logging.getLogger("dalsegno")
 
 OnBadInput = Literal["stop", "skip", "park"]
 OnFailure = Literal["stop", "park"]
+OnDivergence = Literal["strict", "rerun"]
 
 _BUFFERED_PER_SLOT = 16
 _CACHED_KEYS = 1_000
