@@ -288,7 +288,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what no longer fits the record is a divergence",
-        [Change("core/journal.py", "if concurrent and len(self._groups) == 1:", "if True:")],
+        [Change("core/journal.py", "if concurrent and len(self._groups) == 1 and not self._later:", "if True:")],
         on_both(
             "test_faults.py::test_changed_code_stops_with_expected_and_found_before_anything_executes",
             "DID NOT RAISE .*DivergenceError",
@@ -454,9 +454,9 @@ MUTATIONS = [
         [
             Change(
                 "core/executor.py",
-                "run.memory, run.sensory = task.commit(last=not run.due)",
+                "run.memory, run.sensory = task.commit(last=last, order=left.order if last else None)",
                 """
-                run.memory, run.sensory = task.commit(last=not run.due)
+                run.memory, run.sensory = task.commit(last=last, order=left.order if last else None)
                 leaks[run.message.id](run.memory)
                 """,
             ),
