@@ -39,6 +39,7 @@ from dalsegno.core.task import Environment, Stopped
 from dalsegno.errors import CodecError, DalSegnoError, DivergenceError, InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
 from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.closing import close_all
 from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.report import ParkedMessage, RunReport
 from dalsegno.runners.sinks import Sink
@@ -204,22 +205,21 @@ class Pipeline:
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
         await self._store.open(self._job, self._owner)
+        failure: BaseException | None = None
         try:
             self.environment.late = _late_calls.setdefault(self._store.identity, self.environment.late)
             self.environment.late.forget_ended()
             await self._restore()
             self._restored = True
             await self._process_all()
+        except BaseException as error:
+            failure = error
+            raise
         finally:
-            try:
-                await self._end_thread()
-            finally:
-                self._sink.close()
-                await self._source.close()
-                if self._max_attempts is not None and self._restored:
-                    self._checkpoints.end_run()
-                self._checkpoints.close()
-                await self._store.close()
+            closings = [self._end_thread, self._sink.close, self._source.close]
+            if self._max_attempts is not None and self._restored:
+                closings.append(self._checkpoints.end_run)
+            await close_all(failure, [*closings, self._checkpoints.close, self._store.close])
 
     async def _end_thread(self) -> None:
         """Wait until a checkpoint that a cancelled run has begun to write is written: it uses what is closed next."""
