@@ -26,7 +26,7 @@ from dalsegno import (
     RunnerContext,
     action,
 )
-from dalsegno.inspect.decide import questions, resolve
+from dalsegno.operate.decide import questions, resolve
 from tests.helpers import Scripted, Tools, World, crashed, for_ever, run
 
 

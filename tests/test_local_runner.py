@@ -37,10 +37,10 @@ from dalsegno import (
 from dalsegno.core.records import Record
 from dalsegno.runners import pipeline
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
-from dalsegno.runners.local import file_name
 from dalsegno.runners.report import Progress
 from dalsegno.runners.sinks import JsonLinesSink
 from dalsegno.stores.base import Covered
+from dalsegno.stores.default import file_name
 from dalsegno.stores.memory import MemoryStore
 from tests.helpers import PATIENCE, Scripted, SpyStore, Tools, World, crash, crashed, run, until
 

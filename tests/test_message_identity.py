@@ -28,8 +28,9 @@ from dalsegno import (
     RunnerContext,
 )
 from dalsegno.core.identity import digest, key_bytes
-from dalsegno.inspect import cli, decide
-from dalsegno.inspect.lookup import find_key, find_message, key_text, printable
+from dalsegno.inspect import cli
+from dalsegno.operate import decide
+from dalsegno.operate.lookup import find_key, find_message, key_text, printable
 from dalsegno.runners import pipeline, recovery
 from dalsegno.runners.merged import MergedSource
 from dalsegno.runners.sources import IterableSource, Source, SourceItem
@@ -501,6 +502,32 @@ def test_every_key_is_itself_in_records_checkpoints_and_inspection(world: World,
     assert world.recorded() == {}
 
 
+@pytest.mark.parametrize("hangs", [0, 5, 30])
+def test_after_a_kill_the_same_messages_count_as_begun_whatever_their_ids(
+    world: World, tools: Tools, hangs: int
+) -> None:
+    """Those up to the last one on record, and as many beyond it as the killed process may have begun."""
+    begun = {}
+    records = [{"id": str(n), "k": n} for n in range(100)]
+    for option in (None, "id"):
+        options = {"key": "k", "message_id": option}
+        job, out = f"by {option}", world.folder / f"{option}.jsonl"
+        tools.hang_on = {str(hangs)}
+        tools.hanging.clear()
+        runner = world.runner(calling(tools), job, max_in_flight=1)
+        crashed(runner, records, out, when=lambda: bool(tools.hanging), **options)
+        tools.hang_on.clear()
+        with closing(sqlite3.connect(world.checkpoints(job))) as file, file:
+            file.execute("CREATE TABLE IF NOT EXISTS running (one INTEGER PRIMARY KEY)")
+            file.execute("INSERT INTO running VALUES (1)")
+        store = world.store()
+        runner = world.runner(calling(tools), job, store=store, max_in_flight=1, max_attempts=3)
+        run(runner, records, out, **options)
+        begun[option] = store.kinds().count("begun")
+        assert len(out.read_text().splitlines()) == 100
+    assert begun[None] == begun["id"] > 0
+
+
 # --- looking and deciding -------------------------------------------------------------------------------------------
 
 
@@ -820,13 +847,16 @@ class Steered(Partitions):
     async def open(self, position: dict[str, Any] | None) -> AsyncIterator[SourceItem]:
         return self._steered(set(position["ids"]) if position else set())
 
+    def value(self, identity: str) -> Any:
+        return self.records[identity]
+
     async def _steered(self, read: set[str]) -> AsyncIterator[SourceItem]:
         for step in self.order:
             if callable(step):
                 await until(step)
             elif step not in read:
                 read = read | {step}
-                yield SourceItem(len(read) - 1, self.records[step], {"ids": sorted(read)}, step)
+                yield SourceItem(len(read) - 1, self.value(step), {"ids": sorted(read)}, step)
 
     def progress(self, position: dict[str, Any] | None) -> int:
         return len(position["ids"]) if position else 0
@@ -841,6 +871,33 @@ def test_messages_wait_for_those_that_were_recorded_before_them(world: World, to
     run(world.runner(calling(tools)), Steered(PARTS, ["e", "c", "b", "d", "a"]), world.out)
     assert world.outputs() == [["a", 1], ["b", 2], ["c", 3], ["e", 4], ["d", 5]]
     assert tools.made == ["a", "b", "c", "c", "e", "d"]
+
+
+class Nameless(Steered):
+    gives_ids: ClassVar[bool] = False
+
+    def value(self, identity: str) -> Any:
+        return self.records[identity]["v"]
+
+
+def test_without_ids_messages_are_known_by_their_content(world: World, tools: Tools) -> None:
+    """Two of them have the same: each is played back once, as the one that was recorded first."""
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        n = ctx.short_term_memory.get("n", 0) + 1
+        ctx.short_term_memory.set("n", n)
+        what = (ctx.message_id, value, n)
+        await ctx.durable_execute(tools.call, what, effect="idempotent")
+        return [*what]
+
+    parts = [[{"id": each, "v": each[0]} for each in ("a", "b1", "b2", "c", "d")]]
+    tools.hang_on = {("3", "c", 4)}
+    source = Nameless(parts, ["a", "b1", "b2", "c"])
+    crashed(world.runner(Scripted(body)), source, world.out, key=None, when=lambda: bool(tools.hanging))
+    tools.hang_on.clear()
+    run(world.runner(Scripted(body)), Nameless(parts, ["d", "c", "b2", "a", "b1"]), world.out)
+    assert world.outputs() == [["0", "a", 1], ["1", "b", 2], ["2", "b", 3], ["3", "c", 4], ["4", "d", 5]]
+    assert [what[0] for what in tools.made] == ["0", "1", "2", "3", "3", "4"]
 
 
 def test_what_waits_is_in_checkpoints_and_waits_on_after_another_crash(world: World, tools: Tools) -> None:

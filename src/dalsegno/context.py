@@ -53,6 +53,7 @@ class ActionHost(Protocol):
     def sleep(self, duration: float | timedelta, /) -> Coroutine[Any, Any, None]: ...
     async def gather(self, items: Sequence[Any], limit: int | None, /) -> list[Any]: ...
     async def wait_for(self, name: str, limit: float | timedelta | None, /) -> Any: ...
+    def wait_for_from_thread(self, name: str, limit: float | timedelta | None, /) -> Any: ...
     def send(self, event: Event, /) -> None: ...
 
 
@@ -74,7 +75,7 @@ class RunnerContext:
 
     @property
     def key(self) -> Any:
-        """The message key."""
+        """The message key. One with parts is a copy, and a dict in it has one order, whatever that of the input is."""
         return self._host.key
 
     @property
@@ -236,11 +237,15 @@ class RunnerContext:
     async def wait_for(self, name: str, *, timeout: float | timedelta | None = None) -> Any:  # noqa: ASYNC109  it is durable
         """Wait until somebody sends the signal *name* to this message key, and return what they sent.
 
-        Sent by ``dalsegno signal JOB KEY NAME JSON``, once: a second answer is refused. While it waits, the message is
-        set aside: its content leaves memory, it survives restarts, and other keys go on; later messages of its key wait
-        behind it. The action is replayed when the answer is there.
+        Sent once, by ``dalsegno signal JOB KEY NAME JSON`` or by an `Operator`: a second answer is refused. While it
+        waits, the message is set aside: its content leaves memory, it survives restarts, and other keys go on; later
+        messages of its key wait behind it. The action is replayed when the answer is there.
 
         *timeout* is in seconds, counted from the first time that the action gets here. Raises `TimeoutError` when
         nobody answered in time, and `DefinitionError` for a wrong name or timeout.
         """
         return await self._host.wait_for(name, timeout)
+
+    def wait_for_sync(self, name: str, *, timeout: float | timedelta | None = None) -> Any:
+        """`wait_for` for an action that is a plain ``def``. While it waits, it holds no thread."""
+        return self._host.wait_for_from_thread(name, timeout)

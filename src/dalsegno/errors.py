@@ -12,6 +12,7 @@
     ├── ActionError              an action failed; ``__cause__`` is what it raised
     ├── InputError               an input record cannot be read
     ├── InspectError             what is looked for in a store is not there, is ambiguous, or is not to be decided
+    │   └── AlreadyDecidedError  the question has another answer, which stays
     ├── RestoreError             a checkpoint, its source, its sink and its store do not fit together
     └── StoreError               the task action store failed
         ├── OwnershipError       another process runs this job
@@ -74,6 +75,10 @@ class RestoreError(DalSegnoError):
 
 class InspectError(DalSegnoError):
     """What is looked for in a store is not there, is ambiguous, or is nothing that can be decided now."""
+
+
+class AlreadyDecidedError(InspectError):
+    """Somebody has answered the question before, and that answer stays; nothing was written."""
 
 
 class StoreError(DalSegnoError):

@@ -25,6 +25,7 @@ from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
+from dalsegno.core.late import CallPlace, LateCalls, MessagePlace
 from dalsegno.core.pauses import Pauses, after, seconds_of
 from dalsegno.core.records import COUNTED, Park, Record, TaskActionState, as_record, dump_body, new_body
 from dalsegno.core.time_limit import OutOfTime, Watched, in_time
@@ -58,6 +59,7 @@ _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
 _POLL_SECONDS = 0.01
+_WITHOUT_PARTS = frozenset({str, int, bool, float, bytes, type(None)})
 _AGAIN = object()
 """In place of an outcome: the attempt failed, and another one is due."""
 
@@ -112,6 +114,7 @@ class Environment:
     """What people decided, by key and id of the message: the body of each decision by its target."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     pauses: Pauses = field(default_factory=Pauses)
+    late: LateCalls = field(default_factory=LateCalls)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
@@ -221,7 +224,9 @@ class ActionTask:
 
     @property
     def key(self) -> Any:
-        return self._message.key
+        key = self._message.key
+        # If it has parts, a copy with the order that it has in a checkpoint, from where a parked message comes back.
+        return key if type(key) in _WITHOUT_PARTS else codec.decode(self._message.key_bytes)
 
     @property
     def message_id(self) -> str:
@@ -379,6 +384,7 @@ class ActionTask:
 
     def patched(self, name: str) -> bool:
         self._check_running()
+        _check_not_in_callee("ctx.patched(...)")
         check_name(name, "the name of the change in ctx.patched(...)")
         if self._spec.is_async:
             return self._journal.patched(name)
@@ -445,6 +451,7 @@ class ActionTask:
 
     def send(self, event: Event) -> None:
         self._check_running()
+        _check_not_in_callee("ctx.send_event(...)")
         if not isinstance(event, Event):
             raise DefinitionError(
                 "send_event takes an event, that is an instance of a subclass of dalsegno.Event, not "
@@ -467,12 +474,14 @@ class ActionTask:
 
     def _open_short_term(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.short_term_memory")
         if self._short_term is None:
             self._short_term = MemoryTransaction(self._memory, codec, "short_term_memory")
         return self._short_term
 
     def _open_sensory(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.sensory_memory")
         if self._sensory is None:
             self._sensory = MemoryTransaction(self._sensory_memory, codec, "sensory_memory")
         return self._sensory
@@ -506,7 +515,7 @@ class ActionTask:
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
         call = await self._match(name, digest, arguments, keywords)
         if call.state.status is _COMPLETED:
-            return self._replayed(call)
+            return await self._replayed(call)
         if options.retry is None and not (callee.marked or options.idempotency_key):
             return await self._perform(call, function, callee, options)
         return await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
@@ -516,16 +525,26 @@ class ActionTask:
         _check_not_nested()
         if not self._spec.is_async:
             raise DefinitionError(
-                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
-                "to wait for a signal"
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
+                "ctx.wait_for_sync(...), or declare it with async def to wait for a signal"
             )
+        return await self._wait_for(name, limit)
+
+    def wait_for_from_thread(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if self._spec.is_async:
+            raise DefinitionError(f"action {self._spec.name!r} is async: write await ctx.wait_for(...)")
+        return asyncio.run_coroutine_threadsafe(self._wait_for(name, limit), self._loop).result()
+
+    async def _wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         check_name(name, "the name of the signal in ctx.wait_for(...)")
         seconds = None if limit is None else seconds_of(limit, "ctx.wait_for(..., timeout=...)")
         arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})
         call = await self._match(decisions.WAIT, digest, arguments, keywords)
         state = call.state
         if state.status is _COMPLETED:
-            return self._replayed(call)
+            return await self._replayed(call)
         if state.status is _NEW:
             if seconds is not None:
                 until = after(self._environment.clock, seconds)
@@ -534,7 +553,10 @@ class ActionTask:
         decided = self._decision(decisions.signal_target(self.identity, state.number))
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
-            return self._completed(call, decided.value, "signal")
+            try:
+                return self._completed(call, decided.value, "signal")
+            except _Unrecordable as error:
+                await self._stop_with(error.reason)
         self.until = decisions.wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
@@ -635,35 +657,40 @@ class ActionTask:
         verdict: Exception | None = None
         self._in_flight += 1
         try:
-            effect, answer = options.effect, None
+            effect, answer, late = options.effect, None, None
             if call.state.status is not _NEW:
                 if options.retry is not None and call.state.retry_at is not None:
                     await self._wait_for_retry(call.state.retry_at, options.retry)
                 options = with_key_for_reconcile(options)
                 effect = _stricter(effect, call.state.effect)
                 if effect == "once" and _may_have_happened(call.state.status, options):
-                    settled = await self._reconcile(call, options)
+                    late = self._ended_late(call)
+                    settled = await self._reconcile(call, options) if late is None else None
                     if settled is not None:
                         return self._completed(call, *settled)
                     answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
-            if effect == "read":
+            if late is not None:
+                pass  # it is made already
+            elif effect == "read":
                 self._environment.log.check()
                 self._journal.start_unrecorded(call)
             else:
                 self._journal.request(call, effect, answer)
                 await self._environment.log.barrier()
-            self._environment.counters.executed += 1
+            self._environment.counters.executed += late is None
             try:
+                if late is not None:
+                    return self._returned(call, _value_of(*late))
                 if options.timeout is None:
                     return self._returned(call, await self._invoke(call, function, callee.is_async))
                 return self._returned(call, await self._invoke_in_time(call, function, callee, options.timeout))
-            except OutOfTime as late:
+            except OutOfTime as cut_off:
                 if effect == "once":
-                    settled = await self._settle_late(call, options, late)
+                    settled = await self._settle_late(call, options, cut_off)
                     if settled is not None:
                         return self._completed(call, *settled)
-                failure = self._failed_or_due(call, late.error, options.retry)
+                failure = self._failed_or_due(call, cut_off.error, options.retry)
             except Exception as error:
                 failure = self._failed_or_due(call, error, options.retry)
             except SystemExit as error:
@@ -698,8 +725,12 @@ class ActionTask:
         return self._completed(call, tree)
 
     def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
+        try:
+            result = codec.from_tree(tree)
+        except CodecError as error:
+            raise self._unrecordable(call, error, f"has a result that cannot be loaded: {error}") from error
         self._journal.complete(call, tree, by)
-        return codec.from_tree(tree)
+        return result
 
     def _failed(self, call: Call, error: Exception) -> Exception:
         tree = codec.encode_exception(error)
@@ -773,17 +804,33 @@ class ActionTask:
 
     async def _settle_late(self, call: Call, options: CallOptions, late: OutOfTime) -> tuple[Any, str] | None:
         """`_reconcile` for a call that was cut off by its time limit."""
-        if late.runs:
-            raise self._in_doubt(
-                call,
+        if late.running is not None:
+            reason = (
                 f"{self}: {late.error}, and may still happen, because it runs in a thread, which nothing can end; it "
-                "has effect='once', so it is not made again, and its reconcile, if it has one, is asked in the next "
-                "run",
+                "has effect='once', so it is not made again: the message waits for the thread, whose outcome counts; "
+                "after a restart its reconcile, if it has one, is asked"
             )
+            self._environment.late.add(*self._late_place(call), late.running, reason)
+            raise self._in_doubt(call, reason)
         try:
             return await self._reconcile(call, with_key_for_reconcile(options))
         except InDoubtError as error:
             raise self._in_doubt(call, f"{error} ({late.error})") from error.__cause__
+
+    def _late_place(self, call: Call) -> tuple[MessagePlace, CallPlace]:
+        message, state = self._message, call.state
+        return (message.key_bytes, message.id), (self.identity, state.number, state.attempt)
+
+    def _ended_late(self, call: Call) -> tuple[Any, Exception | None] | None:
+        """The outcome of an attempt whose thread went on after its time limit; in doubt while it does."""
+        late = self._environment.late.take(*self._late_place(call))
+        if late is None:
+            return None
+        if late.watched.runs:
+            raise self._in_doubt(call, late.reason)
+        decided = self._decision(decisions.resolve_target(self.identity, call.state.number, call.state.attempt))
+        # That it happened is for a person to say. That it did not may have been true when it was said.
+        return None if isinstance(decided, decisions.Resolved) and decided.happened else late.watched.outcome
 
     def _current_call(self, call: Call, attempt: int) -> CurrentCall:
         state = call.state
@@ -848,13 +895,17 @@ class ActionTask:
         body = made.get(target) if made else None
         return decisions.load(target, body) if body is not None else None
 
-    def _replayed(self, call: Call) -> Any:
+    async def _replayed(self, call: Call) -> Any:
         self._environment.counters.replayed += 1
-        if call.state.error is not None:
-            error = codec.decode_exception(call.state.error)
-            self._journal.raised(call, error)
-            raise error from error.__cause__
-        return codec.from_tree(call.state.result)
+        try:
+            if call.state.error is None:
+                return codec.from_tree(call.state.result)
+            failure = codec.decode_exception(call.state.error)
+        except CodecError as error:  # which the action would take for a failure of the call
+            why = f"has a recorded outcome that cannot be loaded: {error}"
+            await self._stop_with(self._unrecordable(call, error, why).reason)
+        self._journal.raised(call, failure)
+        raise failure from failure.__cause__
 
 
 def _check_not_nested() -> None:
@@ -862,6 +913,15 @@ def _check_not_nested() -> None:
     if effects.running.get(None) is not None:
         raise DefinitionError(
             "a durable call is made inside the function of another one; return to the action and make it from there"
+        )
+
+
+def _check_not_in_callee(what: str) -> None:
+    """A replay does not run the function of a recorded call, so what it sends, writes or sees would be lost."""
+    if effects.running.get(None) is not None:
+        raise DefinitionError(
+            f"{what} is used inside the function of a durable call, which a replay does not run, so it would be lost "
+            "there; give what is needed as arguments, return the result, and use it in the action"
         )
 
 
@@ -876,6 +936,13 @@ class _Unrecordable(BaseException):
 
     def __init__(self, reason: Exception) -> None:
         self.reason = reason
+
+
+def _value_of(value: Any, error: Exception | None) -> Any:
+    """What a call returned; raises what it raised."""
+    if error is not None:
+        raise error
+    return value
 
 
 def _may_have_happened(status: CallStatus, options: CallOptions) -> bool:

@@ -14,10 +14,11 @@ import json
 import logging
 import os
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -45,6 +46,8 @@ app = typer.Typer(
 
 PARKED = 3
 _NARROW = 80
+_AT_ONCE_SECONDS = 3.0
+"""How long a second signal may take to end a run, whatever its calls do."""
 _SIGNAL_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -94,9 +97,27 @@ def main() -> None:
         print(f"dalsegno: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, DefinitionError) else 1)
     except _EndAtOnce as end:
-        # A callee may still sit in a thread that nothing can end, and the interpreter would wait for that.
+        _end_at_once(end.code)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End the process: a callee may sit in a thread that nothing can end, and the interpreter would wait for that."""
+    with suppress(OSError, RuntimeError, ValueError):
+        print(
+            "dalsegno: stopped at once; of the calls that were cut off, those with effect 'once' are in doubt; run it "
+            "again to go on",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.stdout.flush()
-        os._exit(end.code)
+    os._exit(code)
+
+
+def _end_soon(signal_name: str) -> None:
+    """End the process before long, also if a call swallows its cancellation or blocks the event loop."""
+    timer = threading.Timer(_AT_ONCE_SECONDS, _end_at_once, [_SIGNAL_CODES.get(signal_name, 1)])
+    timer.daemon = True
+    timer.start()
 
 
 def _print_anything() -> None:
@@ -201,10 +222,10 @@ def run(
         if isinstance(opened_sink, JsonLinesSink):
             _check_apart(opened_sink.path, source, runner)
             opened_sink = JsonLinesSink(sink, append=append)
+        runner._at_once = _end_soon
         with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
-            report = _run_to_the_end(
-                runner, opened_source, opened_sink, key, message_id, on_bad_input, wait, on_progress
-            )
+            told = _told_when_stopping(on_progress)
+            report = _run_to_the_end(runner, opened_source, opened_sink, key, message_id, on_bad_input, wait, told)
     # Outputs on standard output are not to be mixed with the summary.
     print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
     raise typer.Exit(_exit_code(report))
@@ -218,7 +239,7 @@ def _run_to_the_end(
     message_id: str | None,
     on_bad_input: BadInputChoice,
     wait: bool,
-    on_progress: OnProgress | None,
+    on_progress: OnProgress,
 ) -> RunReport:
     import asyncio
 
@@ -388,7 +409,7 @@ def _json_or_text(key: object) -> object:
 
 
 def _summary(report: RunReport) -> str:
-    from dalsegno.inspect.lookup import printable
+    from dalsegno.operate.lookup import printable
 
     rows = [
         ("messages", report.messages),
@@ -446,6 +467,27 @@ def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
             bar.update(task, description=job, completed=progress.read, total=progress.total, counts=counts)
 
         yield on_progress
+
+
+def _told_when_stopping(shown: OnProgress | None) -> OnProgress:
+    """*shown*, which is None if there is nothing to show, and a line when a signal has come and calls have to end."""
+    told = False
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal told
+        if shown is not None:
+            shown(progress)
+        if not told and progress.in_flight and progress.report.stopped_by in _SIGNAL_CODES:
+            told = True
+            messages = "1 message" if progress.in_flight == 1 else f"{progress.in_flight:,} messages"
+            print(
+                f"dalsegno: stopping; waiting for the calls in flight of {messages} to end (Ctrl-C again to stop at "
+                "once, which leaves calls with effect 'once' in doubt)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return on_progress
 
 
 def _counts(report: RunReport, width: int) -> str:

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from dalsegno.core.decisions import parse_target
 from dalsegno.errors import RecordError
-from dalsegno.inspect.decide import Outcome
-from dalsegno.inspect.lookup import key_text, printable
-from dalsegno.inspect.views import (
+from dalsegno.operate.decide import Outcome
+from dalsegno.operate.lookup import key_text, printable
+from dalsegno.operate.views import (
     SHOWN_DIGITS,
     Lens,
     MessageSummary,

@@ -115,7 +115,7 @@ class Checkpoint:
     ids: str = "position"
     """How the ids of messages are made, see `dalsegno.runners.message_ids`."""
     numbered: int = 0
-    """How many numbers were given to messages, where these are not those of the input records."""
+    """Numbers below this one were given to messages as ids, where ids are claimed by content."""
     covered: list[CoveredMessage] = field(default_factory=list)
     """The messages that this checkpoint is the first to cover, where their ids do not tell."""
 
@@ -219,6 +219,11 @@ class CheckpointFile:
                 InboxEntry(ordinal, key, codec.loads(content), parked, None if message is None else string(message))
                 for ordinal, key, message, content, parked in self._opened("inbox", rows)
             ]
+
+    def end_of_inbox(self) -> int:
+        """An ordinal beyond those of all messages that were unfinished at the last completed checkpoint."""
+        with self._reading() as connection:
+            return int(connection.execute("SELECT ifnull(max(ordinal) + 1, 0) FROM inbox").fetchone()[0])
 
     def in_inbox(self, ordinal: int) -> bool:
         """Whether the message *ordinal* was unfinished at the last completed checkpoint."""

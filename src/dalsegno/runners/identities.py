@@ -1,8 +1,7 @@
 """Who is who in a job: gives messages their ids and numbers, and finds after a restart which ones are recorded.
 
 The *number* of a message is its place in the inbox; messages of one key go on in the order of their numbers. Where ids
-are positions, it is the number of the input record, and so the id. Otherwise it is the next one that the job has not
-used.
+are positions, it is the number of the input record, and so the id. Otherwise it is the next one beyond the inbox.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from dalsegno.runners.sources import Source
 
 
 class Identities:
-    """*release* is given each admitted entry when it is its turn, if the source may reorder; *held* says of a key
-    whether messages of it may be set aside and not in memory.
+    """If the source may reorder, *release* is given each admitted entry when it is its turn, and *fail* what fails.
+
+    *held* says of a key whether messages of it may be set aside and not in memory.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Identities:
         checkpoints: CheckpointFile,
         *,
         release: Callable[[Any], None],
+        fail: Callable[[BaseException], None],
         held: Callable[[bytes], bool],
     ) -> None:
         self._job = job
@@ -48,10 +49,12 @@ class Identities:
         self._checkpoints = checkpoints
         self._held = held
         self.by_position = ids.kind == POSITION
-        self.numbered = 0
-        """Numbers below this one were given to messages, unless they have those of their records."""
+        self.end_of_inbox = 0
+        """Where ids are no positions, numbers from this one on are given in this run."""
+        self._last_number = -1
+        self._last_id = -1
         self.recovery = Recovery(job) if self.by_position else RecoveryById(job)
-        self.turns = None if source.replays_in_order else Turns(job, release)
+        self.turns = None if source.replays_in_order else Turns(job, release, fail)
         self.intake = Intake(
             source,
             key_of,
@@ -60,7 +63,7 @@ class Identities:
             report,
             recovery=self.recovery,
             turns=self.turns,
-            next_number=self.next_number,
+            next_id=self._next_id,
             find_set_aside=self._find_set_aside,
         )
         self.known = self.intake.known
@@ -74,12 +77,16 @@ class Identities:
         return self._ids.recorded
 
     def next_number(self) -> int:
-        self.numbered += 1
-        return self.numbered - 1
+        self._last_number += 1
+        return self._last_number
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     def begun(self) -> int:
         """Messages before this number may have been begun by the last process, if it had none read beyond."""
-        return self._read_before if self.by_position else self.numbered
+        return self._read_before if self.by_position else self.end_of_inbox
 
     # After a restart.
 
@@ -89,9 +96,10 @@ class Identities:
 
     def restore(self, last: Checkpoint) -> None:
         self._read_before = last.read
-        self.numbered = last.numbered
         if self.by_position:
             return
+        self.end_of_inbox = self._checkpoints.end_of_inbox()
+        self._last_number, self._last_id = self.end_of_inbox - 1, last.numbered - 1
         listed = self._checkpoints.covered()
         self._listed = {covered[:2] for covered in listed}
         if self.known is not None:
@@ -133,7 +141,7 @@ class Identities:
         if self.by_position:
             return self._number(message) < self._read_before
         if self._ids.kind == CONTENT:  # a number that is recorded is not given to another message
-            self.numbered = max(self.numbered, self._number(message) + 1)
+            self._last_id = max(self._last_id, self._number(message))
         return (key, message) in self._listed
 
     def _number(self, message: str) -> int:
@@ -164,7 +172,7 @@ class Identities:
 
     def fill(self, checkpoint: Checkpoint, covered: list[tuple[bytes, str]]) -> None:
         """Put into a checkpoint that covers the messages *covered* what is needed to tell who is who after it."""
-        checkpoint.ids, checkpoint.numbered = self._ids.recorded, self.numbered
+        checkpoint.ids, checkpoint.numbered = self._ids.recorded, self._last_id + 1
         if not self.by_position:
             checkpoint.covered = self.intake.covering(covered)
         checkpoint.bad_input, self.intake.bad = self.intake.bad, []

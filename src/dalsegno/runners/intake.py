@@ -61,8 +61,8 @@ class KnownMessages:
 class Intake:
     """Makes messages of one source's records.
 
-    *next_number* gives a number that no message of the job had before; *find_set_aside* finds messages that `known`
-    was told to forget.
+    *next_id* gives a number that no message of the job had as its id; *find_set_aside* finds messages that `known` was
+    told to forget.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Intake:
         *,
         recovery: Recovery,
         turns: Turns | None,
-        next_number: Callable[[], int],
+        next_id: Callable[[], int],
         find_set_aside: FindSetAside,
     ) -> None:
         self._source = source
@@ -86,7 +86,7 @@ class Intake:
         self._report = report
         self._recovery = recovery
         self._turns = turns
-        self._next_number = next_number
+        self._next_id = next_id
         self._find_set_aside = find_set_aside
         self.known = KnownMessages() if ids.kind not in (POSITION, CONTENT) else None
         """None if ids are made so that no two messages have the same."""
@@ -126,7 +126,7 @@ class Intake:
         if self._ids.of is not None:
             return self._ids.of(item)
         claimed = self._turns.claim(key, content) if self._turns is not None else None
-        return str(self._next_number()) if claimed is None else claimed
+        return str(self._next_id()) if claimed is None else claimed
 
     def _is_known(self, message: Message, content: str) -> bool:
         assert self.known is not None

@@ -25,17 +25,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
-from urllib.parse import quote
 
 from dalsegno.agent import Agent, check_agent
 from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
-from dalsegno.core.identity import digest
 from dalsegno.core.task import Environment
 from dalsegno.errors import DefinitionError
 from dalsegno.memory import Leaf, Node
+from dalsegno.operate.operator import Operator
 from dalsegno.runners.checkpoints import CheckpointFile
 from dalsegno.runners.intake import OnBadInput
 from dalsegno.runners.message_ids import FieldOrFunction, MessageIds, field_or_function
@@ -45,6 +45,7 @@ from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.default import default_store_path, file_name
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
@@ -104,6 +105,8 @@ class LocalRunner:
         self._rerun = on_divergence == "rerun"
         self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
         self._pipeline: Pipeline | None = None
+        self._at_once: Callable[[str], None] | None = None
+        """Told of the second signal during `run`, for a command that must end even if the run cannot."""
 
     def run(
         self,
@@ -179,6 +182,10 @@ class LocalRunner:
             self._pipeline.report.stopped_by = self._pipeline.report.stopped_by or "stop()"
             self._pipeline.stop()
 
+    def operator(self) -> Operator:
+        """An `Operator` of this job: sees what is parked and decides about it, also while this runner runs it."""
+        return Operator(job=self.job, store=self._store, cipher=self._cipher)
+
     def memories(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Each key with its short-term memory, as nested dicts, after a run."""
         for key, node in self._checkpoints.memories():
@@ -234,7 +241,7 @@ class LocalRunner:
             )
             refresh = _Refresh(self._pipeline, opened, started, on_progress)
             try:
-                with _signals(self.stop, report) if signals else nullcontext():
+                with _signals(self.stop, report, self._at_once) if signals else nullcontext():
                     refresh.start()
                     await self._pipeline.run()
             finally:
@@ -261,17 +268,6 @@ class LocalRunner:
             name = stem.name if own else f"{stem.name}.{file_name(self.job, longest=80)}"
             return stem.with_name(f"{name}.checkpoints.db")
         return Path(".dalsegno") / f"{file_name(self.job)}.checkpoints.db"
-
-
-def file_name(job: str, longest: int = 150) -> str:
-    """*job* as a part of a file name, of at most *longest* characters; two jobs never share one."""
-    name = quote(job, safe=" @+=,").replace(".", "%2E")
-    return name if len(name) <= longest else f"{name[: longest - 33]}~{digest(job)}"
-
-
-def default_store_path(job: str) -> Path:
-    """Where a job's records lie unless a store is given."""
-    return Path(".dalsegno") / f"{file_name(job)}.db"
 
 
 def _check_options(
@@ -367,7 +363,7 @@ class _Refresh:
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.position)
-            self._on_progress(Progress(report, read, self._source.total()))
+            self._on_progress(Progress(report, read, self._source.total(), self._pipeline.in_flight()))
 
 
 @contextmanager
@@ -388,28 +384,38 @@ def _tuned_interpreter() -> Iterator[None]:
 
 
 @contextmanager
-def _signals(stop: Callable[[], None], report: RunReport) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once."""
+def _signals(stop: Callable[[], None], report: RunReport, at_once: Callable[[str], None] | None) -> Iterator[None]:
+    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once.
+
+    *at_once* is told of the second one when it comes, between any two steps of the program.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
+    seen = False
 
-    def on_signal(number: signal.Signals) -> None:
+    def in_loop(name: str) -> None:
         if report.stopped_by is not None and main is not None:
             # The loop would wait for its own threads, too, and a callee may sit in one for ever.
             loop.set_default_executor(ThreadPoolExecutor(1))
-            main.cancel(number.name)
+            main.cancel(name)
             return
-        report.stopped_by = number.name
+        report.stopped_by = name
         stop()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        name = signal.Signals(number).name
+        if at_once is not None and (seen or report.stopped_by is not None):
+            at_once(name)  # here, as an action may block the loop
+        seen = True
+        loop.call_soon_threadsafe(in_loop, name)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

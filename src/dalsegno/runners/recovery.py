@@ -109,11 +109,15 @@ class Entry(Protocol):
 
 
 class Turns:
-    """Gives *release* each admitted entry when it is its turn. Runs on the event loop."""
+    """Gives *release* each admitted entry when it is its turn, and *fail* what that raises when nobody called.
 
-    def __init__(self, job: str, release: Callable[[Any], None]) -> None:
+    Runs on the event loop.
+    """
+
+    def __init__(self, job: str, release: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
         self._job = job
         self._release = release
+        self._fail = fail
         self._claims: dict[bytes, Claims[Entry]] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
         """Of each key that has entries which wait, in the order in which they began to."""
@@ -159,7 +163,10 @@ class Turns:
             self._release(entry)
 
     def _time_is_up(self, key: bytes) -> None:
-        self._give_up(key, f"{WAIT_SECONDS:g} seconds have passed")
+        try:
+            self._give_up(key, f"{WAIT_SECONDS:g} seconds have passed")
+        except BaseException as error:
+            self._fail(error)
 
     def _give_up(self, key: bytes, why: str) -> None:
         claims = self._claims[key]

@@ -57,6 +57,8 @@ class Progress:
     report: RunReport
     read: int
     total: int | None
+    in_flight: int = 0
+    """Messages that are being run now."""
 
 
 OnProgress = Callable[[Progress], None]
