@@ -10,7 +10,8 @@ What reading goes on *in* must be what was read before, else :class:`~dalsegno.e
 * a file must still be as long as what was read of it, with the same last 4,096 bytes before that place (earlier bytes
   are not compared). It may have grown: a second run goes on where the first one ended. A last line without a newline
   counts as complete; if it has been written on since, reading does not go on;
-* standard input and iterables must bring the same records from the start again; those already read are skipped.
+* standard input and iterables must bring the same records from the start again, in the same order; those already read
+  are skipped.
 
 JSON is read as :func:`json.loads` reads it (integers exactly, ``NaN`` accepted), CSV with :mod:`csv` in strict mode:
 a stray quote makes a bad record and never silently merges rows. Files and standard input are read in threads.
@@ -306,7 +307,8 @@ class _JsonLinesStdin(_CountedSource):
 class IterableSource(_CountedSource):
     """The records of a Python iterable, taken on the event loop; use an async iterable for one that waits.
 
-    To go on after a restart it must bring the same records again. A one-shot iterator can be opened once.
+    To go on after a restart it must bring the same records in the same order again: those that were read are skipped by
+    their number. A one-shot iterator can be opened once.
     """
 
     def __init__(self, records: Iterable[object]) -> None:
