@@ -1,11 +1,12 @@
 """Errors of providers' clients, whose constructors cannot be called with what an exception keeps of itself.
 
 They replay into the same ``except`` branch, with the same fields and the same words. The client that is used by most is
-tried itself where it is installed, against a server that is really too busy.
+tried itself, against a server that is really too busy.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -195,7 +196,7 @@ def too_busy() -> Iterator[HTTPServer]:
 def test_a_rate_limit_of_the_openai_client_replays_as_it_was_caught(
     world: World, tools: Tools, too_busy: Any, effect: Any
 ) -> None:
-    openai = pytest.importorskip("openai")
+    openai = importlib.import_module("openai")  # slow
     seen: list[list[Any]] = []
 
     async def ask(prompt: str) -> str:
