@@ -450,6 +450,53 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "what comes again is the same message",
+        [Change("runners/intake.py", "if self._is_known(message, content):", "if False:")],
+        on_both("test_message_identity.py::test_a_message_that_comes_again_is_done_once", "^AssertionError: .*6, 0, 6"),
+    ),
+    Mutation(
+        "what the last checkpoint lists as covered is not played back",
+        [Change("runners/identities.py", "return (key, message) in self._listed", "return False")],
+        on_both(
+            "test_message_identity.py::test_a_crash_before_the_prune_leaves_nothing_and_the_id_is_still_known",
+            "^RestoreError: .*'a', which is recorded, did not come again",
+        ),
+    ),
+    Mutation(
+        "messages wait for those that were recorded before them",
+        [
+            Change(
+                "runners/recovery.py",
+                """
+                if claims is None:
+                    self._release(entry)
+                """,
+                """
+                if True:
+                    self._release(entry)
+                """,
+            )
+        ],
+        on_both(
+            "test_message_identity.py::test_messages_wait_for_those_that_were_recorded_before_them",
+            r"^AssertionError: .*\['e', 1\]",
+        ),
+    ),
+    Mutation(
+        "a recorded message is claimed by its content",
+        [
+            Change(
+                "runners/intake.py",
+                "return str(self._next_id()) if claimed is None else claimed",
+                "return str(self._next_id())",
+            )
+        ],
+        on_both(
+            "test_message_identity.py::test_without_ids_messages_are_known_by_their_content",
+            "^RestoreError: .*did not come again",
+        ),
+    ),
+    Mutation(
         "memory is committed with the finished message",
         [
             Change(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
@@ -24,7 +25,10 @@ _new_hash = blake2b(digest_size=16).copy  # quicker than to give the size each t
 def digest(*parts: Any) -> str:
     """32 hexadecimal characters that stand for *parts* (strings, integers, bytes as text)."""
     found = _new_hash()
-    found.update(orjson.dumps(parts))
+    try:
+        found.update(orjson.dumps(parts))
+    except TypeError:  # a lone surrogate, in a message id; escaped, it is still another text than any other
+        found.update(json.dumps(parts, separators=(",", ":")).encode())
     return found.hexdigest()
 
 

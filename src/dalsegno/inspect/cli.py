@@ -167,6 +167,9 @@ def run(
     key: Annotated[
         str | None, typer.Option(help="Field that messages are partitioned by. Without it, one message at a time.")
     ] = None,
+    message_id: Annotated[
+        str | None, typer.Option(help="Field with the id of the message. Without it, its place in the source.")
+    ] = None,
     store: Annotated[str | None, typer.Option(help="URL of the store. [default: sqlite:///.dalsegno/JOB.db]")] = None,
     checkpoints: Annotated[
         str | None, typer.Option(help="File of the job's checkpoints. [default: beside the store]")
@@ -222,7 +225,7 @@ def run(
         runner._at_once = _end_soon
         with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
             told = _told_when_stopping(on_progress)
-            report = _run_to_the_end(runner, opened_source, opened_sink, key, on_bad_input, wait, told)
+            report = _run_to_the_end(runner, opened_source, opened_sink, key, message_id, on_bad_input, wait, told)
     # Outputs on standard output are not to be mixed with the summary.
     print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
     raise typer.Exit(_exit_code(report))
@@ -233,6 +236,7 @@ def _run_to_the_end(
     source: Source,
     sink: Sink,
     key: str | None,
+    message_id: str | None,
     on_bad_input: BadInputChoice,
     wait: bool,
     on_progress: OnProgress,
@@ -240,7 +244,15 @@ def _run_to_the_end(
     import asyncio
 
     try:
-        return runner.run(source, sink, key=key, on_bad_input=on_bad_input.value, wait=wait, on_progress=on_progress)
+        return runner.run(
+            source,
+            sink,
+            key=key,
+            message_id=message_id,
+            on_bad_input=on_bad_input.value,
+            wait=wait,
+            on_progress=on_progress,
+        )
     except SystemExit as error:
         # Its code would become the command's, and 0 would say that the input is finished.
         raise DalSegnoError(
@@ -397,6 +409,8 @@ def _json_or_text(key: object) -> object:
 
 
 def _summary(report: RunReport) -> str:
+    from dalsegno.operate.lookup import printable
+
     rows = [
         ("messages", report.messages),
         ("outputs", report.outputs),
@@ -413,10 +427,13 @@ def _summary(report: RunReport) -> str:
     if report.skipped or report.set_aside:
         rows.insert(5, ("bad records skipped", report.skipped))
         rows.insert(6, ("bad records set aside", report.set_aside))
+    if report.repeated:
+        rows.insert(-2, ("records that came again", report.repeated))
     ending = f"stopped by {report.stopped_by}; run it again to go on" if report.stopped_by else "finished"
     lines = [f"job {report.job}: {ending}", *(f"  {name:<32}{value:>12}" for name, value in rows)]
     lines += [
-        f"  parked: key {parked.key!r}, message {parked.message_id}: {parked.reason}" for parked in report.parked[:10]
+        f"  parked: key {parked.key!r}, message {printable(parked.message_id)}: {parked.reason}"
+        for parked in report.parked[:10]
     ]
     if len(report.parked) > 10:
         lines.append(f"  and {len(report.parked) - 10} more parked messages")

@@ -206,7 +206,8 @@ def _how_to(job: str, message: dict[str, Any], question: dict[str, Any]) -> list
     if question["kind"] == "signal":
         key = shlex.quote(json.dumps(message["key"]))
         return [f"dalsegno signal {job} {key} {shlex.quote(question['name'])} JSON"]
-    return [f"dalsegno retry {job} {shlex.quote(message['message'])}"]
+    name = message["message"]
+    return [f"dalsegno retry {job} {'-- ' if name.startswith('-') else ''}{shlex.quote(printable(name))}"]
 
 
 def _print_call(call: dict[str, Any], cut: int | None) -> None:

@@ -94,12 +94,13 @@ def _candidates(text: str, as_json: bool) -> Iterator[bytes]:
 def find_messages(
     inspector: StoreInspector, job: str, message: str | None = None, key: bytes | None = None
 ) -> list[tuple[bytes, str]]:
-    """Key and id of the messages that have this id, this key, or both."""
-    return [
-        (found_key, found)
-        for found_key, found in inspector.messages(job)
-        if message in (None, found) and key in (None, found_key)
-    ]
+    """Key and id of the messages that have this id, this key, or both.
+
+    What no message has as its id may be an id as it is shown, where that differs, as for one with a newline in it.
+    """
+    of_key = [each for each in inspector.messages(job) if key in (None, each[0])]
+    found = [each for each in of_key if message in (None, each[1])]
+    return found or [each for each in of_key if message == printable(each[1])]
 
 
 def find_message(inspector: StoreInspector, job: str, message: str, key: bytes | None = None) -> tuple[bytes, str]:

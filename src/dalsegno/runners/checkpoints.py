@@ -20,16 +20,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dalsegno.cipher import PayloadCipher, needs_cipher
 from dalsegno.core import codec
 from dalsegno.errors import CodecError, RecordError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node, from_json, to_json
 from dalsegno.runners.sealed_rows import Row, SealedRows
+from dalsegno.stores.sqlite_schema import string, text
 
 _APPLICATION_ID = 0x44532E43  # "DS.C"
-_VERSION = 1
+_VERSION = 2
 _ROWS = (512, 32, 1)
 _SCHEMA = """
 CREATE TABLE job (name TEXT NOT NULL, agent TEXT NOT NULL, store TEXT NOT NULL);
@@ -40,6 +41,18 @@ CREATE TABLE memory (key BLOB PRIMARY KEY, tree BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE inbox (ordinal INTEGER PRIMARY KEY, key BLOB NOT NULL, content BLOB NOT NULL, parked TEXT);
 CREATE TABLE bad_input (ordinal INTEGER PRIMARY KEY, place TEXT NOT NULL, reason TEXT NOT NULL, raw BLOB NOT NULL);
 """
+_STEPS = {
+    # The ids of messages, where they are not the numbers of their input records. A message has no declared type, so
+    # that text which SQLite cannot hold as TEXT is kept too.
+    2: """
+ALTER TABLE checkpoint ADD COLUMN ids TEXT NOT NULL DEFAULT 'position';
+ALTER TABLE checkpoint ADD COLUMN numbered INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE inbox ADD COLUMN message;
+CREATE INDEX inbox_of_message ON inbox (key, message) WHERE message IS NOT NULL;
+CREATE TABLE covered (key BLOB NOT NULL, message NOT NULL, content TEXT);
+""",
+}
+"""What makes each version of the file of the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +67,24 @@ class JobIdentity:
 
 @dataclass(frozen=True, slots=True)
 class InboxEntry:
-    """A message that was read and is not finished. *key* is canonical, *tree* its content; *parked* says why."""
+    """A message that was read and is not finished. *key* is canonical, *tree* its content; *parked* says why.
+
+    *message* is its id, None if that is the ordinal.
+    """
 
     ordinal: int
     key: bytes
     tree: Any
     parked: str | None = None
+    message: str | None = None
+
+
+class CoveredMessage(NamedTuple):
+    """A message that was finished since the checkpoint before; *content* is the fingerprint of its content."""
+
+    key: bytes
+    message: str
+    content: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +112,12 @@ class Checkpoint:
     finished: list[int] = field(default_factory=list)
     """Ordinals of inbox entries that are finished."""
     bad_input: list[BadRecord] = field(default_factory=list)
+    ids: str = "position"
+    """How the ids of messages are made, see `dalsegno.runners.message_ids`."""
+    numbered: int = 0
+    """Numbers below this one were given to messages as ids, where ids are claimed by content."""
+    covered: list[CoveredMessage] = field(default_factory=list)
+    """The messages that this checkpoint is the first to cover, where their ids do not tell."""
 
 
 class CheckpointFile:
@@ -112,12 +143,14 @@ class CheckpointFile:
             self._writer = self._writer or self._connect()
             self._reader = self._connect() if self._path else self._writer
             self._prepare(self._writer, job)
-            row = self._reader.execute("SELECT number, read, position, sink FROM checkpoint").fetchone()
+            row = self._reader.execute("SELECT number, read, position, sink, ids, numbered FROM checkpoint").fetchone()
             if row is None:
                 return None
             (row,) = self._opened("checkpoint", [row])
-        number, read, position, sink = row
-        return Checkpoint(number, read, json.loads(position) if position else None, json.loads(sink))
+        number, read, position, sink, ids, numbered = row
+        found = Checkpoint(number, read, json.loads(position) if position else None, json.loads(sink))
+        found.ids, found.numbered = ids, numbered
+        return found
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make *checkpoint* the completed one, or leave the last one as it was."""
@@ -129,14 +162,20 @@ class CheckpointFile:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 connection.execute("DELETE FROM checkpoint")
-                connection.execute("INSERT INTO checkpoint VALUES (?, ?, ?, ?)", rows["checkpoint"][0])
+                connection.execute("INSERT INTO checkpoint VALUES (?, ?, ?, ?, ?, ?)", rows["checkpoint"][0])
                 _write(connection, "INSERT OR REPLACE INTO memory VALUES {}", rows["memory"])
                 _write(
                     connection,
                     "DELETE FROM inbox WHERE (ordinal) IN (VALUES {})",
                     [(ordinal,) for ordinal in checkpoint.finished],
                 )
-                _write(connection, "INSERT OR REPLACE INTO inbox VALUES {}", rows["inbox"])
+                _write(
+                    connection,
+                    "INSERT OR REPLACE INTO inbox (ordinal, key, message, content, parked) VALUES {}",
+                    rows["inbox"],
+                )
+                connection.execute("DELETE FROM covered")
+                _write(connection, "INSERT INTO covered VALUES {}", rows["covered"])
                 _write(connection, "INSERT OR REPLACE INTO bad_input VALUES {}", rows["bad_input"])
                 connection.execute("COMMIT")
             except BaseException:
@@ -161,21 +200,48 @@ class CheckpointFile:
 
     def inbox(self, after: int, limit: int, key: bytes | None = None) -> Sequence[InboxEntry]:
         """Up to *limit* unfinished messages, of *key* if that is given, with an ordinal beyond *after*, in order."""
+        return self._inbox("ordinal > ?1 AND (?2 IS NULL OR key = ?2) ORDER BY ordinal LIMIT ?3", (after, key, limit))
+
+    def find_in_inbox(self, key: bytes, message: str) -> InboxEntry | None:
+        """The message of *key* with this id, if it was unfinished at the last completed checkpoint.
+
+        Only for messages whose ids are not their ordinals.
+        """
+        found = self._inbox("message IS NOT NULL AND key = ? AND message = ?", (key, text(message)))
+        return found[0] if found else None
+
+    def _inbox(self, condition: str, values: tuple[Any, ...]) -> Sequence[InboxEntry]:
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT ordinal, key, content, parked FROM inbox WHERE ordinal > ?1 AND (?3 IS NULL OR key = ?3)"
-                " ORDER BY ordinal LIMIT ?2",
-                (after, limit, key),
+                f"SELECT ordinal, key, message, content, parked FROM inbox WHERE {condition}", values
             ).fetchall()
             return [
-                InboxEntry(ordinal, key, codec.loads(content), parked)
-                for ordinal, key, content, parked in self._opened("inbox", rows)
+                InboxEntry(ordinal, key, codec.loads(content), parked, None if message is None else string(message))
+                for ordinal, key, message, content, parked in self._opened("inbox", rows)
             ]
+
+    def end_of_inbox(self) -> int:
+        """An ordinal beyond those of all messages that were unfinished at the last completed checkpoint."""
+        with self._reading() as connection:
+            return int(connection.execute("SELECT ifnull(max(ordinal) + 1, 0) FROM inbox").fetchone()[0])
 
     def in_inbox(self, ordinal: int) -> bool:
         """Whether the message *ordinal* was unfinished at the last completed checkpoint."""
         with self._reading() as connection:
             return connection.execute("SELECT 1 FROM inbox WHERE ordinal = ?", (ordinal,)).fetchone() is not None
+
+    def covered(self) -> Sequence[CoveredMessage]:
+        """What the last completed checkpoint was the first to cover, where the ids of messages do not tell."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT key, message, content FROM covered").fetchall()
+            return [
+                CoveredMessage(key, string(message), content) for key, message, content in self._opened("covered", rows)
+            ]
+
+    def set_ids(self, ids: str) -> None:
+        """From now on ids are made in another way; the job has nothing in flight."""
+        with self._lock, self._errors():
+            self._open(self._writer).execute("UPDATE checkpoint SET ids = ?", (ids,))
 
     def begin_run(self) -> bool:
         """Note that a run begins; whether the last one that was noted did not come to `end_run`."""
@@ -225,7 +291,7 @@ class CheckpointFile:
         if application == 0 and tables == 0:
             connection.executescript(
                 f"BEGIN IMMEDIATE; PRAGMA application_id={_APPLICATION_ID}; PRAGMA user_version={_VERSION}; "
-                f"{_SCHEMA} COMMIT;"
+                f"{_SCHEMA} {' '.join(_STEPS.values())} COMMIT;"
             )
             self._begin_job(connection, job)
             return
@@ -239,6 +305,8 @@ class CheckpointFile:
                 "install the version that wrote it, or a newer one"
             )
         self._check_job(connection, job)
+        for number in range(version + 1, _VERSION + 1):
+            connection.executescript(f"BEGIN IMMEDIATE; {_STEPS[number]} PRAGMA user_version={number}; COMMIT;")
 
     def _check_job(self, connection: sqlite3.Connection, job: JobIdentity) -> None:
         row = connection.execute("SELECT name, agent, store FROM job").fetchone()
@@ -333,14 +401,29 @@ def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
     """What a checkpoint adds to each table, or changes in it."""
     position = json.dumps(checkpoint.position) if checkpoint.position is not None else None
     return {
-        "checkpoint": [(checkpoint.number, checkpoint.read, position, json.dumps(checkpoint.sink))],
+        "checkpoint": [
+            (
+                checkpoint.number,
+                checkpoint.read,
+                position,
+                json.dumps(checkpoint.sink),
+                checkpoint.ids,
+                checkpoint.numbered,
+            )
+        ],
         "memory": [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items()],
-        "inbox": [(entry.ordinal, entry.key, codec.dumps(entry.tree), entry.parked) for entry in checkpoint.inbox],
+        "inbox": [_inbox_row(entry) for entry in checkpoint.inbox],
+        "covered": [(key, text(message), content) for key, message, content in checkpoint.covered],
         "bad_input": [
             (bad.ordinal, bad.place, bad.reason, bad.raw.encode("utf-8", "surrogatepass"))
             for bad in checkpoint.bad_input
         ],
     }
+
+
+def _inbox_row(entry: InboxEntry) -> Row:
+    message = None if entry.message is None else text(entry.message)
+    return (entry.ordinal, entry.key, message, codec.dumps(entry.tree), entry.parked)
 
 
 def _node(data: bytes) -> Node:

@@ -33,11 +33,13 @@ from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.task import Environment
-from dalsegno.errors import DefinitionError, InputError
+from dalsegno.errors import DefinitionError
 from dalsegno.memory import Leaf, Node
 from dalsegno.operate.operator import Operator
 from dalsegno.runners.checkpoints import CheckpointFile
-from dalsegno.runners.pipeline import OnBadInput, OnDivergence, OnFailure, Pipeline
+from dalsegno.runners.intake import OnBadInput
+from dalsegno.runners.message_ids import FieldOrFunction, MessageIds, field_or_function
+from dalsegno.runners.pipeline import OnDivergence, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
 from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
@@ -47,7 +49,6 @@ from dalsegno.stores.default import default_store_path, file_name
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
-Key = str | Callable[[Any], Any] | None
 _PROGRESS_SECONDS = 0.1
 
 
@@ -112,7 +113,8 @@ class LocalRunner:
         source: object,
         sink: object = None,
         *,
-        key: Key = None,
+        key: FieldOrFunction = None,
+        message_id: FieldOrFunction = None,
         on_bad_input: OnBadInput = "stop",
         wait: bool = False,
         on_progress: OnProgress | None = None,
@@ -124,7 +126,14 @@ class LocalRunner:
         with _tuned_interpreter():
             return asyncio.run(
                 self._run(
-                    source, sink, key=key, on_bad_input=on_bad_input, wait=wait, on_progress=on_progress, signals=True
+                    source,
+                    sink,
+                    key=key,
+                    message_id=message_id,
+                    on_bad_input=on_bad_input,
+                    wait=wait,
+                    on_progress=on_progress,
+                    signals=True,
                 )
             )
 
@@ -133,7 +142,8 @@ class LocalRunner:
         source: object,
         sink: object = None,
         *,
-        key: Key = None,
+        key: FieldOrFunction = None,
+        message_id: FieldOrFunction = None,
         on_bad_input: OnBadInput = "stop",
         wait: bool = False,
         on_progress: OnProgress | None = None,
@@ -143,7 +153,9 @@ class LocalRunner:
         *source* is a path (JSON Lines, CSV), ``"-"`` for standard input, an iterable or async iterable; *sink* a path,
         ``"-"`` for standard output, a function that takes an output, or None to drop outputs. *key* is the field that
         the stream is partitioned by, or a function of the record; without it all messages have one key, so that one
-        is processed at a time. With *wait* the run does not end while a message waits for a signal.
+        is processed at a time. *message_id*, in the same forms, gives a string or an int that names the message among
+        those of its key; without it the source names it. With *wait* the run does not end while a message waits for a
+        signal.
 
         Raises `ActionError` when an action fails, `DivergenceError` when code or input no longer fits the record,
         `InputError` for a bad record, `RestoreError` when source, sink, store and checkpoints do not fit together,
@@ -151,7 +163,14 @@ class LocalRunner:
         something could not be made durable. Whatever it raises, running the job again goes on from the last checkpoint.
         """
         return await self._run(
-            source, sink, key=key, on_bad_input=on_bad_input, wait=wait, on_progress=on_progress, signals=False
+            source,
+            sink,
+            key=key,
+            message_id=message_id,
+            on_bad_input=on_bad_input,
+            wait=wait,
+            on_progress=on_progress,
+            signals=False,
         )
 
     def stop(self) -> None:
@@ -177,7 +196,8 @@ class LocalRunner:
         source: object,
         sink: object,
         *,
-        key: Key,
+        key: FieldOrFunction,
+        message_id: FieldOrFunction,
         on_bad_input: OnBadInput,
         wait: bool,
         on_progress: OnProgress | None,
@@ -191,6 +211,7 @@ class LocalRunner:
             raise DefinitionError(f"on_bad_input={on_bad_input!r} is not one of 'stop', 'skip', 'park'")
         report = RunReport(self.job)
         opened = open_source(source)
+        key_of, ids = field_or_function(key, "key"), MessageIds.choose(message_id, opened)
         started = time.monotonic()
         # Each message may hold one thread with a plain action, which waits for a call that needs another one.
         pool = ThreadPoolExecutor(2 * self._max_in_flight, "dalsegno-call")
@@ -207,7 +228,8 @@ class LocalRunner:
                 checkpoints=self._checkpoints,
                 source=opened,
                 sink=open_sink(sink),
-                key_of=_key_function(key),
+                key_of=key_of,
+                ids=ids,
                 owner=f"process {os.getpid()}",
                 max_in_flight=self._max_in_flight,
                 checkpoint_interval=self._interval,
@@ -285,28 +307,6 @@ def _checked_job(job: object) -> str:
     except UnicodeEncodeError:
         raise DefinitionError(f"job={job!r}: a job name is text that can be written as UTF-8") from None
     return job
-
-
-def _key_function(key: Key) -> Callable[[Any], Any]:
-    if key is None:
-        return lambda value: None
-    if callable(key):
-        return key
-    field = key
-
-    def of_field(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise InputError(
-                f"the record has no field {field!r}, because it is a {type(value).__name__}, not an object"
-            )
-        try:
-            return value[field]
-        except KeyError:
-            raise InputError(
-                f"the record has no field {field!r}; its fields are {', '.join(map(repr, list(value)[:20])) or 'none'}"
-            ) from None
-
-    return of_field
 
 
 def _in_pool(pool: ThreadPoolExecutor) -> Callable[[Callable[[], Any]], Awaitable[Any]]:

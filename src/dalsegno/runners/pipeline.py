@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,19 +37,21 @@ from dalsegno.core.executor import Executor, Finished, Message, Parked
 from dalsegno.core.late import LateCalls
 from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
-from dalsegno.errors import CodecError, DalSegnoError, DivergenceError, InputError, RestoreError, StoreError
+from dalsegno.errors import DalSegnoError, InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
-from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile, InboxEntry, JobIdentity
 from dalsegno.runners.closing import close_all
+from dalsegno.runners.identities import Identities
+from dalsegno.runners.intake import OnBadInput
+from dalsegno.runners.message_ids import MessageIds
 from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.report import ParkedMessage, RunReport
 from dalsegno.runners.sinks import Sink
-from dalsegno.runners.sources import BadInput, Source, SourceItem
+from dalsegno.runners.sources import Source
 from dalsegno.stores.base import Covered, Decision, TaskActionStore
 
 _logger = logging.getLogger("dalsegno")
 
-OnBadInput = Literal["stop", "skip", "park"]
 OnFailure = Literal["stop", "park"]
 OnDivergence = Literal["strict", "rerun"]
 
@@ -66,16 +69,19 @@ _late_calls: dict[str, LateCalls] = {}
 """By the identity of a job's store: what the runs of this process left in threads."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """An admitted message that is not finished."""
 
     ordinal: int
+    """Its number; those of one key go on in this order. Where ids are positions, that of its input record."""
     message: Message
     stored: bool
     """Whether the last checkpoint has it in its inbox."""
     parked: str | None = None
     """Why it is parked, for the inbox."""
+    waits: bool = False
+    """Whether it waits until it is its turn, see `Turns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,7 @@ class Pipeline:
         source: Source,
         sink: Sink,
         key_of: Callable[[Any], Any],
+        ids: MessageIds,
         owner: str,
         max_in_flight: int,
         checkpoint_interval: float,
@@ -151,15 +158,13 @@ class Pipeline:
         self._thread = ThreadPoolExecutor(1, "dalsegno-checkpoint")
         self._source = source
         self._sink = sink
-        self._key_of = key_of
         self._owner = owner
         self._interval = checkpoint_interval
-        self._on_bad_input = on_bad_input
         self._executor = Executor(agent, environment, park_failures=park_failures, max_attempts=max_attempts)
         self._max_attempts = max_attempts
         self._quarantine: Quarantine | None = None
         """If the last run did not come to its end; see `Quarantine`."""
-        self._begun_before = 0
+        self._begun_before: float = math.inf
         """Messages before this ordinal may have been begun by a run that did not come to its end."""
         self._wait = wait
         self._max_in_flight = max_in_flight
@@ -194,13 +199,28 @@ class Pipeline:
         self._changed: dict[bytes, KeyState] = {}
         self._covered: list[tuple[bytes, str]] = []
         self._finished_entries: list[int] = []
-        self._bad: list[BadRecord] = []
         self._writing = False
         """Whether a checkpoint is being written."""
         self._aside_meanwhile: list[Entry] = []
         self._memory_on_disk = False
-        self._recorded_keys: dict[str, bytes] = {}
-        """The key of each message that is recorded, was not read before the last checkpoint, and is yet to be read."""
+        self._reordered: set[bytes] = set()
+        """Keys whose messages do not go on in the order of the numbers that they had when they came."""
+        self._renumbered: set[int] = set()
+        """Numbers under which the checkpoint file may have messages that have another one by now."""
+        self._identities = Identities(
+            job,
+            ids,
+            source,
+            key_of,
+            on_bad_input,
+            report,
+            checkpoints,
+            release=self._take_turn,
+            fail=self._fail,
+            held=self._is_held,
+        )
+        self._known, self._turns = self._identities.known, self._identities.turns
+        self._admit = self._queue if self._turns is None else self._hold_back
 
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
@@ -324,10 +344,13 @@ class Pipeline:
                 f"checkpoint {pruned}: it is older than the checkpoint file, so what happened since is not recorded in "
                 "it. Put the newer store back, or start a new job"
             )
+        keys = await self._store.keys()
+        if last is not None:
+            self._identities.check_kind(last, any_recorded=bool(keys))
         self._sink.open(last.sink if last else None)
         if last is None:
             # From now on a restart knows how long the sink was before this job wrote to it.
-            last = Checkpoint(0, 0, None, self._sink.snapshot())
+            last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._identities.recorded)
             self._sink.flush(last.sink)
             self._checkpoints.commit(last)
         else:
@@ -335,73 +358,82 @@ class Pipeline:
         self._number = last.number
         self._read_records = last.read
         self.position = last.position
-        await self._claim_recorded()
+        self._identities.restore(last)
+        leftovers = await self._claim_recorded(keys)
+        self._identities.settle(last.ids)
+        if leftovers or pruned < self._number:
+            await self._store.prune(Covered(self._number, leftovers))
         for number, decision in await self._store.decisions(0):
             self._decided = number
             self._note(decision)
         if self._max_attempts is not None and self._checkpoints.begin_run():
             self._quarantine = Quarantine()
-            recorded = max(map(int, self._recorded_keys), default=0)
-            self._begun_before = max(recorded, last.read) + self._room + 1
+            if not self._identities.recovery.missing:
+                self._all_came(self._identities.begun())
 
-    async def _claim_recorded(self) -> None:
-        """Claim every key that has records, and drop what the last checkpoint covered but a crash left unpruned."""
+    async def _claim_recorded(self, keys: Iterable[bytes]) -> list[tuple[bytes, str]]:
+        """Claim *keys*, which have records; what the last checkpoint covered but a crash left unpruned."""
         leftovers: list[tuple[bytes, str]] = []
-        for key in await self._store.keys():
+        for key in keys:
             state = self._key_state(key)
             await self._claim(state)
-            for message in list(state.history):
-                ordinal = self._ordinal(message)
-                if ordinal >= self._read_records:
-                    self._recorded_keys[message] = key
-                elif not self._checkpoints.in_inbox(ordinal):
-                    leftovers.append((key, message))
-                    del state.history[message]
-        if leftovers or self._store.pruned_through < self._number:
-            await self._store.prune(Covered(self._number, leftovers))
+            for message in self._identities.sort_out(key, state.history):
+                leftovers.append((key, message))
+                del state.history[message]
+        return leftovers
 
-    def _ordinal(self, message_id: str) -> int:
-        if not message_id.isdecimal():
-            raise RestoreError(
-                f"the store has records of job {self._job!r} with the message id {message_id!r}, which the local "
-                "runner did not give: another runner made them. Give this job another name"
-            )
-        return int(message_id)
+    def _all_came(self, ordinal: int) -> None:
+        """No recorded message is yet to come: the process had read at most so much beyond the last one of them."""
+        waiting = self._turns.waiting if self._turns is not None else 0
+        self._begun_before = ordinal + waiting + self._room + 1
 
     # The reader.
 
     async def _read(self) -> None:
-        await self._read_inbox()
+        try:
+            await self._read_inbox()
+            await self._read_source()
+        finally:
+            if self._turns is not None:
+                self._turns.close()
+        if self._identities.recovery.missing:
+            raise self._identities.cut_input(self._read_records)
+
+    async def _read_source(self) -> None:
+        identities, intake = self._identities, self._identities.intake
+        by_position, recovering = identities.by_position, True
         async for item in await self._source.open(self.position):
-            message = self._message_of(item)
+            message = intake.message_of(item)
             if message is not None:
                 while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
-                self._admit(Entry(item.ordinal, message, stored=False))
+                ordinal = item.ordinal if by_position else identities.next_number()
+                if recovering and not identities.recovery.missing:
+                    recovering = False
+                    self._all_came(ordinal)
+                self._admit(Entry(ordinal, message, stored=False))
+            elif len(intake.bad) >= _UNCOVERED:
+                self._checkpoint_due.set()
             self.position = item.position
             self._read_records = item.ordinal + 1
             self._changes += 1
-        if self._recorded_keys:
-            first = min(self._recorded_keys, key=int)
-            raise RestoreError(
-                f"the input {self._source.describe()} ended after {self._read_records:,} records, but before a crash "
-                f"this job had read at least {int(first) + 1:,} of it, and message {first!r} is recorded: the input "
-                "was cut or replaced. Put it back and run the job again, or give the job a new name to start afresh"
-            )
 
     async def _read_inbox(self) -> None:
         """Take up again what was in flight at the last checkpoint."""
         after = -1
+        # From there on are those that got their number in this run.
+        end = math.inf if self._identities.by_position else self._identities.end_of_inbox
         while entries := self._checkpoints.inbox(after, _INBOX_CHUNK):
             for found in entries:
-                while self._admitted >= self._room:
+                if found.ordinal >= end:
+                    return
+                while self._admitted >= self._room or self._set_aside >= _SET_ASIDE_IN_MEMORY:
                     await self._wait_for_room()
                 self._admit(self._entry(found))
             after = entries[-1].ordinal
 
     def _entry(self, found: InboxEntry) -> Entry:
-        key = codec.decode(found.key)
-        return Entry(found.ordinal, Message(key, found.key, str(found.ordinal), found.tree), stored=True)
+        return Entry(found.ordinal, self._identities.message_in(found), stored=True)
 
     async def _wait_for_room(self) -> None:
         if self._set_aside >= _SET_ASIDE_IN_MEMORY:
@@ -409,50 +441,30 @@ class Pipeline:
         self._has_room.clear()
         await self._has_room.wait()
 
-    def _message_of(self, item: SourceItem) -> Message | None:
-        """The message of an input record, None if the record is bad and that is not to stop the job."""
-        value = item.value
-        if not isinstance(value, BadInput):
-            try:
-                return self._with_recorded_key(Message.of(self._key_for(value), str(item.ordinal), value))
-            except (CodecError, InputError) as error:
-                place = f"line {item.position['line']}" if "line" in item.position else f"record {item.ordinal + 1}"
-                value = BadInput(f"{self._source.describe()}, {place}", str(error), repr(value)[:2000])
-        if self._on_bad_input == "stop":
-            raise InputError(
-                f"{value.where}: {value.reason}. Nothing was read past it: mend the record, or set it aside with "
-                f"--on-bad-input park (skip to ignore it). The record: {value.raw[:200]!r}"
-            )
-        if self._on_bad_input == "skip":
-            self.report.skipped += 1
-            _logger.warning("%s: %s; skipped", value.where, value.reason)
-        else:
-            self.report.set_aside += 1
-            _logger.warning("%s: %s; set aside", value.where, value.reason)
-            self._bad.append(BadRecord(item.ordinal, value.where, value.reason, value.raw))
-            if len(self._bad) >= _UNCOVERED:
-                self._checkpoint_due.set()
-        return None
+    def _is_held(self, key: bytes) -> bool:
+        state = self._keys.get(key)
+        return state is not None and state.held
 
-    def _key_for(self, value: Any) -> Any:
-        try:
-            return self._key_of(value)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(f"the key function raised {type(error).__name__}: {error}") from error
+    def _hold_back(self, entry: Entry) -> None:
+        """Queue the entry when it is its turn."""
+        assert self._turns is not None
+        self._unfinished[entry.ordinal] = entry
+        self._turns.arrive(entry)
 
-    def _with_recorded_key(self, message: Message) -> Message:
-        recorded = self._recorded_keys.pop(message.id, message.key_bytes)
-        if recorded != message.key_bytes:
-            raise DivergenceError(
-                f"job {self._job!r}: message {message.id!r} has the key {message.key!r}, but was recorded with "
-                f"{codec.decode(recorded)!r} before the restart: the key function or the input was changed. Put it "
-                "back until the messages in flight are done, or give the job a new name to start afresh"
-            )
-        return message
+    def _take_turn(self, entry: Entry) -> None:
+        """The entry goes on now; if its key was reordered, it gets a number after those that went on before."""
+        if entry.waits:
+            self._reordered.add(entry.message.key_bytes)
+        if entry.waits or (entry.stored and entry.message.key_bytes in self._reordered):
+            del self._unfinished[entry.ordinal]
+            if entry.stored:
+                self._finished_entries.append(entry.ordinal)
+                self._renumbered.add(entry.ordinal)
+            entry.ordinal, entry.stored, entry.waits = self._identities.next_number(), False, False
+            self._changes += 1
+        self._queue(entry)
 
-    def _admit(self, entry: Entry) -> None:
+    def _queue(self, entry: Entry) -> None:
         self._unfinished[entry.ordinal] = entry
         state = self._key_state(entry.message.key_bytes)
         if state.held:
@@ -500,8 +512,11 @@ class Pipeline:
             await self._claim(state)
             # Keys with records of an earlier process were claimed at the start; what else is there is done and not yet
             # pruned.
+            queued = {queued.message.id for queued in state.queue}
             state.history = {
-                message: states for message, states in state.history.items() if int(message) in self._unfinished
+                message: states
+                for message, states in state.history.items()
+                if message in queued or not any(task.last for task in states)
             }
         history = state.history.get(entry.message.id, ())
         if self._quarantine is not None and entry.ordinal < self._begun_before:
@@ -593,9 +608,13 @@ class Pipeline:
         for entry in entries:
             if entry.stored and self._is_set_aside(entry) and self._unfinished.pop(entry.ordinal, None) is not None:
                 self._set_aside -= 1
+                if self._known is not None:
+                    self._known.forget(entry.message)
         self._has_room.set()
 
     def _is_set_aside(self, entry: Entry) -> bool:
+        if entry.waits:
+            return False
         state = self._keys[entry.message.key_bytes]
         return state.parked is not None or (state.behind is not None and entry.ordinal >= state.behind)
 
@@ -661,23 +680,32 @@ class Pipeline:
 
     def _bring_back(self, state: KeyState) -> None:
         """Put the next messages that are set aside back into the key's queue."""
-        assert state.behind is not None
-        kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == state.key]
-        found = {entry.ordinal: entry for entry in kept if entry.ordinal >= state.behind}
-        for row in self._checkpoints.inbox(state.behind - 1, _INBOX_CHUNK + 1, state.key):  # one more: is there more?
-            if row.ordinal not in found:
-                found[row.ordinal] = self._entry(row)
-        taken = sorted(found)[:_INBOX_CHUNK]
-        for ordinal in taken:
-            entry = found[ordinal]
-            if ordinal in self._unfinished:
+        taken: list[Entry] = []
+        while not taken and state.behind is not None:
+            taken, state.behind = self._next_set_aside(state.key, state.behind)
+        for entry in taken:
+            if entry.ordinal in self._unfinished:
                 self._set_aside -= 1
-            self._unfinished[ordinal] = entry
+            self._unfinished[entry.ordinal] = entry
             self._admitted += 1
             state.queue.append(entry)
         self.report.waiting -= len(taken)
-        state.behind = taken[-1] + 1 if len(found) > len(taken) else None
         self._has_room.set()
+
+    def _next_set_aside(self, key: bytes, start: int) -> tuple[list[Entry], int | None]:
+        """The next entries of a key that are set aside, from an ordinal on, and where those after them begin."""
+        kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == key and not entry.waits]
+        found = {entry.ordinal: entry for entry in kept if entry.ordinal >= start}
+        rows = self._checkpoints.inbox(start - 1, _INBOX_CHUNK + 1, key)  # one more: is there more?
+        for row in rows:
+            if row.ordinal not in self._unfinished and row.ordinal not in self._renumbered:
+                found[row.ordinal] = self._entry(row)
+        # Beyond the last row there may be others, which come before what is in memory.
+        end = rows[-1].ordinal if len(rows) > _INBOX_CHUNK else math.inf
+        taken = [found[ordinal] for ordinal in sorted(found) if ordinal <= end][:_INBOX_CHUNK]
+        if len(taken) == len(found) and end == math.inf:
+            return taken, None
+        return taken, (taken[-1].ordinal if len(taken) == _INBOX_CHUNK else rows[-1].ordinal) + 1
 
     # The checkpointer.
 
@@ -709,6 +737,8 @@ class Pipeline:
             self._writing = False
         self._number = checkpoint.number
         self._memory_on_disk = True
+        if self._known is not None:
+            self._known.completed(covered)
         self.report.checkpoints += 1
         aside, self._aside_meanwhile = self._aside_meanwhile, []
         self._forget([*entries, *aside])
@@ -722,17 +752,16 @@ class Pipeline:
             entry.stored = True
         changed, self._changed = self._changed, {}
         finished, self._finished_entries = self._finished_entries, []
-        bad, self._bad = self._bad, []
         checkpoint = Checkpoint(
             self._number + 1,
             self._read_records,
             self.position,
             self._sink.snapshot(),
             {key: state.memory for key, state in changed.items()},
-            [InboxEntry(entry.ordinal, entry.message.key_bytes, entry.message.tree, entry.parked) for entry in entries],
+            [self._identities.inbox_entry(entry.ordinal, entry.message, entry.parked) for entry in entries],
             finished,
-            bad,
         )
+        self._identities.fill(checkpoint, self._covered)
         return checkpoint, entries
 
     def _write(self, checkpoint: Checkpoint) -> None:

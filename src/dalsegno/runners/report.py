@@ -37,6 +37,8 @@ class RunReport:
     """Input records that could not be read and were skipped."""
     set_aside: int = 0
     """Input records that could not be read and were set aside."""
+    repeated: int = 0
+    """Input records that came again with the id and content of a message that is known, and were dropped."""
     diverged: int = 0
     """Messages that went on, with ``on_divergence="rerun"``, although the code no longer fitted their record."""
     checkpoints: int = 0

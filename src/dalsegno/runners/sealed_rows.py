@@ -1,7 +1,7 @@
 """Which columns of a checkpoint file hold payloads, and how they are sealed.
 
 What stays in clear is what the runner finds rows by, and counts: the job, the agent's name, the store's identity, the
-numbers of checkpoints and messages, message keys, and whether a message is parked.
+numbers of checkpoints and messages, message keys and ids, how ids are made, and whether a message is parked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = tuple[Any, ...]
 
 class _Table(NamedTuple):
     names: int
-    """Columns at the beginning of a row that name it: what is sealed in the row is bound to them."""
+    """Columns at the beginning of a row that name it: what is sealed in the row is bound to those that are not NULL."""
     payloads: dict[int, tuple[str, type]]
     """Name and type, text or bytes, of each column that is sealed, by its number."""
 
@@ -24,7 +24,8 @@ class _Table(NamedTuple):
 _TABLES = {
     "checkpoint": _Table(2, {2: ("position", str), 3: ("sink", str)}),
     "memory": _Table(1, {1: ("tree", bytes)}),
-    "inbox": _Table(2, {2: ("content", bytes), 3: ("parked", str)}),
+    "inbox": _Table(3, {3: ("content", bytes), 4: ("parked", str)}),
+    "covered": _Table(2, {2: ("content", str)}),
     "bad_input": _Table(1, {1: ("place", str), 2: ("reason", str), 3: ("raw", bytes)}),
     "seal": _Table(0, {0: ("proof", str)}),
 }
@@ -68,10 +69,14 @@ class SealedRows:
         return tuple(columns)
 
     def _place(self, table: str, column: str, row: Row) -> bytes:
-        names = [name if isinstance(name, bytes) else str(name) for name in row[: _TABLES[table].names]]
+        names = [name if isinstance(name, bytes) else str(name) for name in _names(table, row)]
         return self._job + place(table, column, *names)
 
 
+def _names(table: str, row: Row) -> list[Any]:
+    return [name for name in row[: _TABLES[table].names] if name is not None]
+
+
 def _shown(table: str, row: Row) -> str:
-    names = row[: _TABLES[table].names]
+    names = _names(table, row)
     return ", ".join(name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names) or "1"

@@ -10,7 +10,8 @@ What reading goes on *in* must be what was read before, else :class:`~dalsegno.e
 * a file must still be as long as what was read of it, with the same last 4,096 bytes before that place (earlier bytes
   are not compared). It may have grown: a second run goes on where the first one ended. A last line without a newline
   counts as complete; if it has been written on since, reading does not go on;
-* standard input and iterables must bring the same records from the start again; those already read are skipped.
+* standard input and iterables must bring the same records from the start again, in the same order; those already read
+  are skipped.
 
 JSON is read as :func:`json.loads` reads it (integers exactly, ``NaN`` accepted), CSV with :mod:`csv` in strict mode:
 a stray quote makes a bad record and never silently merges rows. Files and standard input are read in threads.
@@ -28,7 +29,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 from dalsegno.errors import DalSegnoError, DefinitionError, InputError, RestoreError
 from dalsegno.runners.lines import (
@@ -64,18 +65,30 @@ _CSV_FIELD_CHARS = 1 << 26
 
 
 class SourceItem(NamedTuple):
-    """One input record: its number in the source (from 0), its value, and the position after it."""
+    """One input record: its number in the source (from 0), its value, the position after it, and maybe an id."""
 
     ordinal: int
     value: object
     position: dict[str, Any]
+    id: str | None = None
+    """Where the source gives ids: the same whenever the record comes, and another one than any other record's."""
 
 
 class Source(ABC):
-    """An ordered supply of input records that can be read on from any position it gave out.
+    """A supply of input records that can be read on from any position it gave out.
 
     Reading is sequential: one iteration at a time, ended by :meth:`close`. A source may be opened again after that.
     """
+
+    replays_in_order: ClassVar[bool] = True
+    """Whether reading on from a position brings the records in the same order each time.
+
+    A source that merges partitions may set this to False. Reading on from a position must still bring exactly the
+    records that were not handed out before it, each partition's in its order; so the position says how far each
+    partition is read, and not only how much of all is.
+    """
+    gives_ids: ClassVar[bool] = False
+    """Whether each item has an id; it then names the message, unless the job is given a ``message_id``."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -294,7 +307,8 @@ class _JsonLinesStdin(_CountedSource):
 class IterableSource(_CountedSource):
     """The records of a Python iterable, taken on the event loop; use an async iterable for one that waits.
 
-    To go on after a restart it must bring the same records again. A one-shot iterator can be opened once.
+    To go on after a restart it must bring the same records in the same order again: those that were read are skipped by
+    their number. A one-shot iterator can be opened once.
     """
 
     def __init__(self, records: Iterable[object]) -> None:
