@@ -168,7 +168,7 @@ class LocalRunner:
         return Operator(job=self.job, store=self._store, cipher=self._cipher)
 
     def memories(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Each key with its short-term memory, as nested dicts, after a run."""
+        """Each key that has something in its short-term memory, with it as nested dicts, after a run."""
         for key, node in self._checkpoints.memories():
             yield codec.decode(key), _plain(node)
 

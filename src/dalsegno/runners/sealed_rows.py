@@ -62,7 +62,7 @@ class SealedRows:
         columns = list(row)
         for number, (name, kind) in _TABLES[table].payloads.items():
             if row[number] is not None:
-                where = f"{self._where}: {name!r} of row {_shown(table, row)} of the table {table!r}"
+                where = f"{self._where}: {name!r} of row {row_name(table, row)} of the table {table!r}"
                 plain = unseal(self._cipher, row[number], self._place(table, name, row), where)
                 columns[number] = plain if kind is bytes else plain.decode(errors="surrogatepass")
         return tuple(columns)
@@ -72,6 +72,7 @@ class SealedRows:
         return self._job + place(table, column, *names)
 
 
-def _shown(table: str, row: Row) -> str:
+def row_name(table: str, row: Row) -> str:
+    """What messages call a row by."""
     names = row[: _TABLES[table].names]
     return ", ".join(name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names) or "1"
