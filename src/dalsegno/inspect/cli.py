@@ -425,7 +425,7 @@ def _summary(report: RunReport) -> str:
 
 @contextmanager
 def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
-    """A bar on standard error, by bytes or records read where the total is known."""
+    """A bar on standard error, by bytes or records that are worked off where the total is known."""
     if not shown:
         yield None
         return
@@ -442,14 +442,21 @@ def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
     )
     console = Console(stderr=True)
     with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=None, counts="")
+        task = bar.add_task("starting", total=None, counts="")
 
         def on_progress(progress: Progress) -> None:
-            counts = _counts(progress.report, console.width)
-            job = progress.report.job
-            bar.update(task, description=job, completed=progress.read, total=progress.total, counts=counts)
+            bar.update(task, **_bar_of(progress, console.width))
 
         yield on_progress
+
+
+def _bar_of(progress: Progress, width: int) -> dict[str, Any]:
+    return {
+        "description": progress.report.job,
+        "completed": progress.done,  # not what is read, which runs ahead of the work
+        "total": progress.total,
+        "counts": _counts(progress.report, width),
+    }
 
 
 def _told_when_stopping(shown: OnProgress | None) -> OnProgress:

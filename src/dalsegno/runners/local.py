@@ -363,7 +363,9 @@ class _Refresh:
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.position)
-            self._on_progress(Progress(report, read, self._source.total(), self._pipeline.in_flight()))
+            done, of = self._pipeline.worked_off()
+            in_flight = self._pipeline.in_flight()
+            self._on_progress(Progress(report, read, self._source.total(), in_flight, read * done // max(of, 1)))
 
 
 @contextmanager
