@@ -334,6 +334,15 @@ def test_one_message_is_shown_in_full(dalsegno: Command) -> None:
     }
 
 
+def test_calls_that_changed_code_gave_up_are_shown_as_such(dalsegno: Command) -> None:
+    doubt = in_doubt()
+    record(doubt.step("given_up", calls=[0], before=2))
+    lines = dalsegno("show", JOB, "0").out.splitlines()
+    assert f"  {doubt.id(0)[:12]}  shop:ask  once, completed, given up" in lines
+    calls = dalsegno("show", JOB, "0", "--json").json["message"]["tasks"][0]["calls"]
+    assert [call.get("given_up") for call in calls] == [True, None]
+
+
 def test_one_call_is_shown_without_cuts(dalsegno: Command) -> None:
     long = Recorded("A", "0").call("called", 0, "f", "a" * 2000, result="b" * 2000)
     long.call("called", 1, "g", error=codec.encode_exception(ValueError("no")))

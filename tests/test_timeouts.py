@@ -480,7 +480,7 @@ def test_a_time_limit_of_the_action_around_it_works_as_before(world: World, tool
     assert world.outputs() == ["limit of the action: "]
 
 
-def test_f03_a_crash_or_a_cancellation_of_a_call_with_a_limit_is_not_its_outcome(world: World, tools: Tools) -> None:
+def test_a_crash_or_a_cancellation_of_a_call_with_a_limit_is_not_its_outcome(world: World, tools: Tools) -> None:
     store = world.store()
     tools.hang_on = {"a"}
     agent = calls(tools.call, effect="idempotent", timeout=PATIENCE, retry=AT_ONCE)

@@ -75,7 +75,7 @@ class RunnerContext:
 
     @property
     def key(self) -> Any:
-        """The message key."""
+        """The message key. One with parts is a copy, and a dict in it has one order, whatever that of the input is."""
         return self._host.key
 
     @property

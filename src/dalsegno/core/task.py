@@ -59,6 +59,7 @@ _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
 _POLL_SECONDS = 0.01
+_WITHOUT_PARTS = frozenset({str, int, bool, float, bytes, type(None)})
 _AGAIN = object()
 """In place of an outcome: the attempt failed, and another one is due."""
 
@@ -223,7 +224,9 @@ class ActionTask:
 
     @property
     def key(self) -> Any:
-        return self._message.key
+        key = self._message.key
+        # If it has parts, a copy with the order that it has in a checkpoint, from where a parked message comes back.
+        return key if type(key) in _WITHOUT_PARTS else codec.decode(self._message.key_bytes)
 
     @property
     def message_id(self) -> str:
@@ -381,6 +384,7 @@ class ActionTask:
 
     def patched(self, name: str) -> bool:
         self._check_running()
+        _check_not_in_callee("ctx.patched(...)")
         check_name(name, "the name of the change in ctx.patched(...)")
         if self._spec.is_async:
             return self._journal.patched(name)
@@ -447,6 +451,7 @@ class ActionTask:
 
     def send(self, event: Event) -> None:
         self._check_running()
+        _check_not_in_callee("ctx.send_event(...)")
         if not isinstance(event, Event):
             raise DefinitionError(
                 "send_event takes an event, that is an instance of a subclass of dalsegno.Event, not "
@@ -469,12 +474,14 @@ class ActionTask:
 
     def _open_short_term(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.short_term_memory")
         if self._short_term is None:
             self._short_term = MemoryTransaction(self._memory, codec, "short_term_memory")
         return self._short_term
 
     def _open_sensory(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.sensory_memory")
         if self._sensory is None:
             self._sensory = MemoryTransaction(self._sensory_memory, codec, "sensory_memory")
         return self._sensory
@@ -508,7 +515,7 @@ class ActionTask:
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
         call = await self._match(name, digest, arguments, keywords)
         if call.state.status is _COMPLETED:
-            return self._replayed(call)
+            return await self._replayed(call)
         if options.retry is None and not (callee.marked or options.idempotency_key):
             return await self._perform(call, function, callee, options)
         return await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
@@ -537,7 +544,7 @@ class ActionTask:
         call = await self._match(decisions.WAIT, digest, arguments, keywords)
         state = call.state
         if state.status is _COMPLETED:
-            return self._replayed(call)
+            return await self._replayed(call)
         if state.status is _NEW:
             if seconds is not None:
                 until = after(self._environment.clock, seconds)
@@ -546,7 +553,10 @@ class ActionTask:
         decided = self._decision(decisions.signal_target(self.identity, state.number))
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
-            return self._completed(call, decided.value, "signal")
+            try:
+                return self._completed(call, decided.value, "signal")
+            except _Unrecordable as error:
+                await self._stop_with(error.reason)
         self.until = decisions.wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
@@ -715,8 +725,12 @@ class ActionTask:
         return self._completed(call, tree)
 
     def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
+        try:
+            result = codec.from_tree(tree)
+        except CodecError as error:
+            raise self._unrecordable(call, error, f"has a result that cannot be loaded: {error}") from error
         self._journal.complete(call, tree, by)
-        return codec.from_tree(tree)
+        return result
 
     def _failed(self, call: Call, error: Exception) -> Exception:
         tree = codec.encode_exception(error)
@@ -881,13 +895,17 @@ class ActionTask:
         body = made.get(target) if made else None
         return decisions.load(target, body) if body is not None else None
 
-    def _replayed(self, call: Call) -> Any:
+    async def _replayed(self, call: Call) -> Any:
         self._environment.counters.replayed += 1
-        if call.state.error is not None:
-            error = codec.decode_exception(call.state.error)
-            self._journal.raised(call, error)
-            raise error from error.__cause__
-        return codec.from_tree(call.state.result)
+        try:
+            if call.state.error is None:
+                return codec.from_tree(call.state.result)
+            failure = codec.decode_exception(call.state.error)
+        except CodecError as error:  # which the action would take for a failure of the call
+            why = f"has a recorded outcome that cannot be loaded: {error}"
+            await self._stop_with(self._unrecordable(call, error, why).reason)
+        self._journal.raised(call, failure)
+        raise failure from failure.__cause__
 
 
 def _check_not_nested() -> None:
@@ -895,6 +913,15 @@ def _check_not_nested() -> None:
     if effects.running.get(None) is not None:
         raise DefinitionError(
             "a durable call is made inside the function of another one; return to the action and make it from there"
+        )
+
+
+def _check_not_in_callee(what: str) -> None:
+    """A replay does not run the function of a recorded call, so what it sends, writes or sees would be lost."""
+    if effects.running.get(None) is not None:
+        raise DefinitionError(
+            f"{what} is used inside the function of a durable call, which a replay does not run, so it would be lost "
+            "there; give what is needed as arguments, return the result, and use it in the action"
         )
 
 
