@@ -147,6 +147,13 @@ def test_a_summary_on_a_full_standard_error_still_has_its_exit_code() -> None:
     assert shell(RUN, "2>/dev/full") == (4, "1\n2\n3\n", "")
 
 
+def test_warnings_that_cannot_be_printed_change_nothing() -> None:
+    Path("in.jsonl").write_text("1\nbroken\n")
+    code, out, _ = shell(f"{RUN} --sink o.jsonl --on-bad-input skip", "2>/dev/full")
+    assert code == 0
+    assert out.startswith("job j: finished\n")
+
+
 def test_what_waits_for_a_person_is_said_where_the_summary_cannot() -> None:
     given("ask")
     code, _, err = shell(f"{RUN} --sink o.jsonl", ">/dev/full")

@@ -239,7 +239,8 @@ def run(
     more = ", and messages are parked or bad records set aside" if code == PARKED else ""
     with streams.telling(f"job {report.job}: {finished}{more}", code if report.stopped_by else streams.UNTOLD):
         # Outputs on standard output are not to be mixed with the summary.
-        print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
+        to = sys.stderr if sink == "-" else sys.stdout
+        print(_as_json(report) if as_json else _summary(report), file=to, flush=True)
     raise typer.Exit(code)
 
 

@@ -123,7 +123,6 @@ def telling(done: str, code: int = UNTOLD) -> Iterator[None]:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()
-        sys.stderr.flush()
     except CannotPrint as error:
         raise CannotPrint(error.reason, done, code) from error
     except (OSError, ValueError) as error:
