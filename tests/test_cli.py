@@ -18,7 +18,7 @@ import pytest
 
 from dalsegno.inspect import cli
 from dalsegno.runners.local import LocalRunner
-from dalsegno.runners.report import ParkedMessage, RunReport
+from dalsegno.runners.report import ParkedMessage, Progress, RunReport
 
 AGENT = """
     import os
@@ -354,6 +354,16 @@ def test_a_narrow_progress_bar_leaves_out_what_was_replayed(width: int, replayed
     report = RunReport("shop", messages=1, calls_executed=2, calls_replayed=3, parked=[ParkedMessage("k", "0", "")])
     middle = ", 3 replayed" if replayed else ""
     assert cli._counts(report, width) == f"1 messages, 2 calls executed{middle}, 1 parked"
+
+
+def test_the_progress_bar_shows_what_is_done_not_what_is_read() -> None:
+    progress = Progress(RunReport("shop", messages=7), read=100, total=100, in_flight=3, done=70)
+    assert cli._bar_of(progress, 80) == {
+        "description": "shop",
+        "completed": 70,
+        "total": 100,
+        "counts": "7 messages, 0 calls executed, 0 replayed",
+    }
 
 
 # --- input that cannot be read --------------------------------------------------------------------------------------

@@ -158,6 +158,8 @@ def test_through_all_kills_nothing_is_repeated_or_lost_and_the_ordinary_script_i
     assert (plain["calls_replayed"], plain["in_doubt"]) == (0, 0)
     assert plain["once_repeated"] > 0
     assert plain["outputs_repeated"] > 0
+    # It saves when the work is done, and says so: it repeats and does not lose.
+    assert (plain["outputs_lost"], plain["memory_wrong"]) == (0, 0)
     assert plain["calls_executed"] > ours["calls_executed"]
 
 
@@ -168,6 +170,7 @@ def test_piped_it_prints_plain_text_and_keeps_the_files_where_it_is_told_to(tmp_
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert "random stand-in" in done.stdout
+    assert "So a kill makes it lose nothing, and do again what it had not saved." in " ".join(done.stdout.split())
     assert done.stdout.count("(code -9)") == 2
     assert "Through the kill, every mail was sent once and every result written once." in done.stdout
     assert "dalsegno demo --seed 5 --kills 1" in done.stdout

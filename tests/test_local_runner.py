@@ -1002,6 +1002,40 @@ def test_progress_is_told_from_start_to_end(world: World, source: Path) -> None:
     assert told[-1] == (size, size, 50)
 
 
+@pytest.mark.parametrize("as_file", [False, True])
+def test_what_is_read_and_not_worked_off_is_not_done(world: World, source: Path, as_file: bool) -> None:
+    records = [{"id": n, "k": n} for n in range(10, 20)]  # lines of one length
+    write(source, records)
+    unit = source.stat().st_size // 10 if as_file else 1
+    gate = asyncio.Event()
+    told: list[tuple[int, int | None, int, int]] = []
+
+    async def body(value: Any, ctx: RunnerContext) -> None:
+        if value["id"] >= 14:
+            await gate.wait()
+
+    def on_progress(progress: Progress) -> None:
+        told.append((progress.read, progress.total, progress.done, progress.report.messages))
+        if progress.read == 10 * unit and progress.report.messages == 4:
+            gate.set()
+
+    run(world.runner(Scripted(body)), source if as_file else records, key="k", on_progress=on_progress)
+    assert (10 * unit, 10 * unit, 4 * unit, 4) in told
+    assert told[-1] == (10 * unit, 10 * unit, 10 * unit, 10)
+    assert all(done == messages * unit for _, _, done, messages in told)
+
+
+def test_parked_messages_and_those_behind_them_are_worked_off_for_now(world: World) -> None:
+    told: list[tuple[int, int]] = []
+
+    async def body(value: Any, ctx: RunnerContext) -> None:
+        if value["id"] == 0:
+            await ctx.wait_for("approved")
+
+    run(world.runner(Scripted(body)), messages(9), key="k", on_progress=lambda p: told.append((p.read, p.done)))
+    assert told[-1] == (9, 9)
+
+
 def test_a_progress_callback_that_fails_does_not_end_the_job_in_silence(world: World) -> None:
     def on_progress(progress: Progress) -> None:
         raise ValueError("no bar")

@@ -16,34 +16,36 @@ What to read, in this order:
 * `dalsegno.runners.pipeline`: checkpoints, backpressure, order per key.
 """
 
-from dalsegno.agent import Agent, action
-from dalsegno.cipher import AesGcmCipher, PayloadCipher
-from dalsegno.context import RunnerContext
-from dalsegno.effects import DidNotHappen, Happened, IdempotencyKey, Unknown, current_call
-from dalsegno.errors import (
-    ActionError,
-    AlreadyDecidedError,
-    CodecError,
-    DalSegnoError,
-    DefinitionError,
-    DivergenceError,
-    FencedError,
-    InDoubtError,
-    InputError,
-    InspectError,
-    MemoryPathError,
-    OwnershipError,
-    RecordError,
-    RestoreError,
-    StoreError,
-)
-from dalsegno.events import Event, InputEvent, OutputEvent
-from dalsegno.memory import MemoryObject
-from dalsegno.operate.operator import Operator
-from dalsegno.registry import register
-from dalsegno.retry import RetryPolicy
-from dalsegno.runners.local import LocalRunner
-from dalsegno.runners.report import RunReport
+TYPE_CHECKING = False  # importing it takes as long as all the rest of this module
+if TYPE_CHECKING:
+    from dalsegno.agent import Agent, action
+    from dalsegno.cipher import AesGcmCipher, PayloadCipher
+    from dalsegno.context import RunnerContext
+    from dalsegno.effects import DidNotHappen, Happened, IdempotencyKey, Unknown, current_call
+    from dalsegno.errors import (
+        ActionError,
+        AlreadyDecidedError,
+        CodecError,
+        DalSegnoError,
+        DefinitionError,
+        DivergenceError,
+        FencedError,
+        InDoubtError,
+        InputError,
+        InspectError,
+        MemoryPathError,
+        OwnershipError,
+        RecordError,
+        RestoreError,
+        StoreError,
+    )
+    from dalsegno.events import Event, InputEvent, OutputEvent
+    from dalsegno.memory import MemoryObject
+    from dalsegno.operate.operator import Operator
+    from dalsegno.registry import register
+    from dalsegno.retry import RetryPolicy
+    from dalsegno.runners.local import LocalRunner
+    from dalsegno.runners.report import RunReport
 
 __version__ = "0.1.0"
 
@@ -83,3 +85,39 @@ __all__ = [
     "current_call",
     "register",
 ]
+
+# A name is loaded when it is first asked for: the command must see to Ctrl-C before all of the library is there.
+_NAMES = {
+    "agent": "Agent action",
+    "cipher": "AesGcmCipher PayloadCipher",
+    "context": "RunnerContext",
+    "effects": "DidNotHappen Happened IdempotencyKey Unknown current_call",
+    "errors": (
+        "ActionError AlreadyDecidedError CodecError DalSegnoError DefinitionError DivergenceError "
+        "FencedError InDoubtError InputError InspectError MemoryPathError OwnershipError RecordError "
+        "RestoreError StoreError"
+    ),
+    "events": "Event InputEvent OutputEvent",
+    "memory": "MemoryObject",
+    "operate.operator": "Operator",
+    "registry": "register",
+    "retry": "RetryPolicy",
+    "runners.local": "LocalRunner",
+    "runners.report": "RunReport",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # for a type checker, it would make any name one of the package
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,7 +1,8 @@
 """The logic of `agent` as an ordinary script: no library, but as careful as such scripts are.
 
 It works on as many reviews at a time as the agent does, in order per product, and saves its position together with its
-memory, atomically, after every `BATCH` reviews. After a crash it goes on from there.
+memory, atomically, after every `BATCH` reviews, when their results are written. After a crash it goes on from there: it
+loses nothing, and does again what it had not saved. Saved before the work, a crash would lose results instead.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ class Stage:
     def introduce_plain(self) -> None:
         self._console.print(
             "\n[bold cyan]2.[/] [bold]Without it.[/] The same logic as an ordinary, careful script, which saves its "
-            f"position and memory after every {BATCH} reviews. The same kills:"
+            f"position and memory after every {BATCH} reviews, when all of their work is done. So a kill makes it lose "
+            "nothing, and do again what it had not saved. The same kills:"
         )
 
     @contextmanager

@@ -1,7 +1,8 @@
 """The command line, ``dalsegno``.
 
 Exit codes of ``dalsegno run``: 0 the input is finished; 1 the run failed; 2 wrong usage; 3 finished, but messages are
-parked or records were set aside; 130 and 143 stopped by SIGINT or SIGTERM before the end of the input.
+parked or records were set aside; 4 finished, but the summary could not be printed; 130 and 143 stopped by SIGINT or
+SIGTERM before the end of the input.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import io
 import json
 import logging
 import os
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from dalsegno.errors import DalSegnoError, DefinitionError, raised_at
+from dalsegno.inspect import interrupts, streams
 from dalsegno.inspect.commands import add_commands
 
 if TYPE_CHECKING:
@@ -85,31 +86,44 @@ class _EndAtOnce(Exception):
 
 
 def main() -> None:
-    """Entry point of the ``dalsegno`` command."""
-    _print_anything()
+    """Entry point of the command, for a process that has nothing else to do. Ends with `SystemExit`."""
+    streams.make_usable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    code = _code()
+    streams.let_go()
+    sys.exit(code)
+
+
+def _code() -> int:
+    """Run the command; its exit code."""
     try:
-        app()
+        with streams.checked():
+            app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except (KeyboardInterrupt, _Interrupted):
-        print("dalsegno: interrupted; run it again to go on", file=sys.stderr)
-        sys.exit(_SIGNAL_CODES["SIGINT"])
+        streams.say(interrupts.interruption())
+        return interrupts.INTERRUPTED
+    except streams.CannotPrint as error:
+        if (message := error.message()) is not None:
+            streams.say(message)
+        return error.code
     except DalSegnoError as error:
-        print(f"dalsegno: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, DefinitionError) else 1)
+        streams.say(f"{type(error).__name__}: {error}")
+        return 2 if isinstance(error, DefinitionError) else 1
     except _EndAtOnce as end:
         _end_at_once(end.code)
+    return 0
 
 
 def _end_at_once(code: int) -> NoReturn:
     """End the process: a callee may sit in a thread that nothing can end, and the interpreter would wait for that."""
+    streams.say(
+        "stopped at once; of the calls that were cut off, those with effect 'once' are in doubt; run it again to go on"
+    )
     with suppress(OSError, RuntimeError, ValueError):
-        print(
-            "dalsegno: stopped at once; of the calls that were cut off, those with effect 'once' are in doubt; run it "
-            "again to go on",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     os._exit(code)
 
 
@@ -120,18 +134,13 @@ def _end_soon(signal_name: str) -> None:
     timer.start()
 
 
-def _print_anything() -> None:
-    """Escape what a terminal's encoding lacks: a run must not fail at printing what it has done."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
 @contextmanager
 def _interruptible() -> Iterator[None]:
     # The argument parser would end the process without a word.
+    interrupts.raise_on_interrupt()
     try:
-        yield
+        with streams.unchecked():
+            yield
     except KeyboardInterrupt as interrupt:
         raise _Interrupted from interrupt
 
@@ -146,11 +155,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand != "run":  # which still has to load what it runs
+        interrupts.raise_on_interrupt()
 
 
 @app.command()
@@ -226,9 +237,14 @@ def run(
         with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
             told = _told_when_stopping(on_progress)
             report = _run_to_the_end(runner, opened_source, opened_sink, key, message_id, on_bad_input, wait, told)
-    # Outputs on standard output are not to be mixed with the summary.
-    print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
-    raise typer.Exit(_exit_code(report))
+    code = _exit_code(report)
+    finished = "the input is finished" if report.stopped_by is None else f"the run is stopped by {report.stopped_by}"
+    more = ", and messages are parked or bad records set aside" if code == PARKED else ""
+    with streams.telling(f"job {report.job}: {finished}{more}", code if report.stopped_by else streams.UNTOLD):
+        # Outputs on standard output are not to be mixed with the summary.
+        to = sys.stderr if sink == "-" else sys.stdout
+        print(_as_json(report) if as_json else _summary(report), file=to, flush=True)
+    raise typer.Exit(code)
 
 
 def _run_to_the_end(
@@ -442,7 +458,7 @@ def _summary(report: RunReport) -> str:
 
 @contextmanager
 def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
-    """A bar on standard error, by bytes or records read where the total is known."""
+    """A bar on standard error, by bytes or records that are worked off where the total is known."""
     if not shown:
         yield None
         return
@@ -459,14 +475,21 @@ def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
     )
     console = Console(stderr=True)
     with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=None, counts="")
+        task = bar.add_task("starting", total=None, counts="")
 
         def on_progress(progress: Progress) -> None:
-            counts = _counts(progress.report, console.width)
-            job = progress.report.job
-            bar.update(task, description=job, completed=progress.read, total=progress.total, counts=counts)
+            bar.update(task, **_bar_of(progress, console.width))
 
         yield on_progress
+
+
+def _bar_of(progress: Progress, width: int) -> dict[str, Any]:
+    return {
+        "description": progress.report.job,
+        "completed": progress.done,  # not what is read, which runs ahead of the work
+        "total": progress.total,
+        "counts": _counts(progress.report, width),
+    }
 
 
 def _told_when_stopping(shown: OnProgress | None) -> OnProgress:
@@ -480,11 +503,9 @@ def _told_when_stopping(shown: OnProgress | None) -> OnProgress:
         if not told and progress.in_flight and progress.report.stopped_by in _SIGNAL_CODES:
             told = True
             messages = "1 message" if progress.in_flight == 1 else f"{progress.in_flight:,} messages"
-            print(
-                f"dalsegno: stopping; waiting for the calls in flight of {messages} to end (Ctrl-C again to stop at "
-                "once, which leaves calls with effect 'once' in doubt)",
-                file=sys.stderr,
-                flush=True,
+            streams.say(
+                f"stopping; waiting for the calls in flight of {messages} to end (Ctrl-C again to stop at once, which "
+                "leaves calls with effect 'once' in doubt)"
             )
 
     return on_progress

@@ -1,7 +1,8 @@
 """The commands that look into a store and decide: ``runs``, ``show``, ``resolve``, ``retry``, ``signal``.
 
 They own no job, so they work while it runs. Exit code 0: shown or decided, also if the same was decided before; 1: what
-is named is not there, is not to be decided, or was decided otherwise; 2: wrong usage.
+is named is not there, is not to be decided, or was decided otherwise; 2: wrong usage; 4: decided, or found, but
+standard output does not take it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dalsegno.errors import DalSegnoError, DefinitionError
+from dalsegno.inspect import streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -228,8 +230,12 @@ def _end(
     """Say what was decided, and with the exit code whether it now is as was asked."""
     from dalsegno.inspect import output
 
-    output.show_outcomes(_info(inspector, job), outcomes, _lens(), as_json)
-    if not all(outcome.written or (outcome.same and repeatable) for outcome in outcomes):
+    info = _info(inspector, job)
+    decided = all(outcome.written or (outcome.same and repeatable) for outcome in outcomes)
+    done = f"job {info.name}: it is decided" if decided else f"job {info.name}: it is not decided as asked"
+    with streams.telling(done, streams.UNTOLD if decided else 1):
+        output.show_outcomes(info, outcomes, _lens(), as_json)
+    if not decided:
         raise typer.Exit(1)
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of the local runner: one SQLite file per job.
 
 A checkpoint is the consistent snapshot that a restart goes on from: how far the input is read, the short-term memory of
-every key as of its last finished message, the *inbox* (messages that were read and are not finished), and how long the
-sink's output is. It is incremental: only what changed since the last one is written, in one transaction.
+every key that has any, as of its last finished message, the *inbox* (messages that were read and are not finished), and
+how long the sink's output is. It is incremental: only what changed since the last one is written, in one transaction.
 
 `CheckpointFile` is synchronous. `commit` runs in a thread; reads use a connection of their own and never wait for it.
 
@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 from dalsegno.cipher import PayloadCipher, needs_cipher
 from dalsegno.core import codec
-from dalsegno.errors import CodecError, RecordError, RestoreError, StoreError
-from dalsegno.memory import EMPTY, Node, from_json, to_json
+from dalsegno.errors import RecordError, RestoreError, StoreError
+from dalsegno.memory import EMPTY, Node, to_json
+from dalsegno.runners.checkpoint_rows import RowReader
 from dalsegno.runners.sealed_rows import Row, SealedRows
-from dalsegno.stores.sqlite_schema import string, text
+from dalsegno.stores.sqlite_schema import text
 
 _APPLICATION_ID = 0x44532E43  # "DS.C"
 _VERSION = 2
@@ -131,6 +132,7 @@ class CheckpointFile:
         self._path = path
         self._cipher = cipher
         self._sealed: SealedRows | None = None
+        self._rows = RowReader(f"the checkpoint file {path or 'in memory'}")
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
         self._lock = threading.Lock()
@@ -143,14 +145,14 @@ class CheckpointFile:
             self._writer = self._writer or self._connect()
             self._reader = self._connect() if self._path else self._writer
             self._prepare(self._writer, job)
-            row = self._reader.execute("SELECT number, read, position, sink, ids, numbered FROM checkpoint").fetchone()
-            if row is None:
-                return None
-            (row,) = self._opened("checkpoint", [row])
-        number, read, position, sink, ids, numbered = row
-        found = Checkpoint(number, read, json.loads(position) if position else None, json.loads(sink))
-        found.ids, found.numbered = ids, numbered
-        return found
+            rows = self._reader.execute("SELECT number, read, position, sink, ids, numbered FROM checkpoint LIMIT 2")
+            opened = self._opened("checkpoint", rows.fetchall())
+            inbox = self._reader.execute("SELECT min(ordinal), max(ordinal) FROM inbox").fetchone()
+            head = self._rows.head(opened, inbox)
+        if head is None:
+            return None
+        number, read, position, sink, ids, numbered = head
+        return Checkpoint(number, read, position, sink, ids=ids, numbered=numbered)
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make *checkpoint* the completed one, or leave the last one as it was."""
@@ -164,6 +166,11 @@ class CheckpointFile:
                 connection.execute("DELETE FROM checkpoint")
                 connection.execute("INSERT INTO checkpoint VALUES (?, ?, ?, ?, ?, ?)", rows["checkpoint"][0])
                 _write(connection, "INSERT OR REPLACE INTO memory VALUES {}", rows["memory"])
+                _write(
+                    connection,
+                    "DELETE FROM memory WHERE (key) IN (VALUES {})",
+                    [(key,) for key, node in checkpoint.memory.items() if not node.fields],
+                )
                 _write(
                     connection,
                     "DELETE FROM inbox WHERE (ordinal) IN (VALUES {})",
@@ -187,16 +194,18 @@ class CheckpointFile:
         """The short-term memory of *key* in the last completed checkpoint."""
         with self._reading() as connection:
             rows = connection.execute("SELECT key, tree FROM memory WHERE key = ?", (key,)).fetchall()
-            nodes = [_node(tree) for _, tree in self._opened("memory", rows)]
+            nodes = [self._rows.memory(row)[1] for row in self._opened("memory", rows)]
         return nodes[0] if nodes else EMPTY
 
     def memories(self) -> Iterator[tuple[bytes, Node]]:
-        """Every key with its memory, in the order of the keys' canonical bytes."""
+        """Every key that has something in its memory, in the order of the keys' canonical bytes."""
         with self._reading() as connection:
             rows = connection.execute("SELECT key, tree FROM memory ORDER BY key").fetchall()
             opened = self._opened("memory", rows)
-        for key, tree in opened:
-            yield key, _node(tree)
+        for row in opened:
+            key, node = self._rows.memory(row)
+            if node.fields:  # earlier releases kept empty ones
+                yield key, node
 
     def inbox(self, after: int, limit: int, key: bytes | None = None) -> Sequence[InboxEntry]:
         """Up to *limit* unfinished messages, of *key* if that is given, with an ordinal beyond *after*, in order."""
@@ -215,10 +224,7 @@ class CheckpointFile:
             rows = connection.execute(
                 f"SELECT ordinal, key, message, content, parked FROM inbox WHERE {condition}", values
             ).fetchall()
-            return [
-                InboxEntry(ordinal, key, codec.loads(content), parked, None if message is None else string(message))
-                for ordinal, key, message, content, parked in self._opened("inbox", rows)
-            ]
+            return [InboxEntry(*self._rows.inbox(row)) for row in self._opened("inbox", rows)]
 
     def end_of_inbox(self) -> int:
         """An ordinal beyond those of all messages that were unfinished at the last completed checkpoint."""
@@ -234,9 +240,7 @@ class CheckpointFile:
         """What the last completed checkpoint was the first to cover, where the ids of messages do not tell."""
         with self._reading() as connection:
             rows = connection.execute("SELECT key, message, content FROM covered").fetchall()
-            return [
-                CoveredMessage(key, string(message), content) for key, message, content in self._opened("covered", rows)
-            ]
+            return [CoveredMessage(*self._rows.covered(row)) for row in self._opened("covered", rows)]
 
     def set_ids(self, ids: str) -> None:
         """From now on ids are made in another way; the job has nothing in flight."""
@@ -259,10 +263,7 @@ class CheckpointFile:
         """The input records that were set aside."""
         with self._reading() as connection:
             rows = connection.execute("SELECT ordinal, place, reason, raw FROM bad_input ORDER BY ordinal").fetchall()
-            return [
-                BadRecord(ordinal, place, reason, raw.decode("utf-8", "surrogatepass"))
-                for ordinal, place, reason, raw in self._opened("bad_input", rows)
-            ]
+            return [BadRecord(*self._rows.bad_input(row)) for row in self._opened("bad_input", rows)]
 
     def close(self) -> None:
         if self._path is None:
@@ -393,8 +394,6 @@ class CheckpointFile:
         except (sqlite3.Error, OSError) as error:
             place = self._path or "the checkpoints in memory"
             raise StoreError(f"the checkpoint file {place} failed ({type(error).__name__}: {error})") from error
-        except CodecError as error:
-            raise RecordError(f"the checkpoint file {self._path} is damaged: {error}; put a copy of it back") from error
 
 
 def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
@@ -411,7 +410,7 @@ def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
                 checkpoint.numbered,
             )
         ],
-        "memory": [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items()],
+        "memory": [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items() if node.fields],
         "inbox": [_inbox_row(entry) for entry in checkpoint.inbox],
         "covered": [(key, text(message), content) for key, message, content in checkpoint.covered],
         "bad_input": [
@@ -424,11 +423,6 @@ def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
 def _inbox_row(entry: InboxEntry) -> Row:
     message = None if entry.message is None else text(entry.message)
     return (entry.ordinal, entry.key, message, codec.dumps(entry.tree), entry.parked)
-
-
-def _node(data: bytes) -> Node:
-    tree: Any = codec.loads(data)
-    return from_json(tree)
 
 
 def _write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -187,7 +187,7 @@ class LocalRunner:
         return Operator(job=self.job, store=self._store, cipher=self._cipher)
 
     def memories(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Each key with its short-term memory, as nested dicts, after a run."""
+        """Each key that has something in its short-term memory, with it as nested dicts, after a run."""
         for key, node in self._checkpoints.memories():
             yield codec.decode(key), _plain(node)
 
@@ -363,7 +363,9 @@ class _Refresh:
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.position)
-            self._on_progress(Progress(report, read, self._source.total(), self._pipeline.in_flight()))
+            done, of = self._pipeline.worked_off()
+            in_flight = self._pipeline.in_flight()
+            self._on_progress(Progress(report, read, self._source.total(), in_flight, read * done // max(of, 1)))
 
 
 @contextmanager

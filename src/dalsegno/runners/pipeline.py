@@ -634,6 +634,10 @@ class Pipeline:
         """How many messages are being run."""
         return min(len(self._workers), self._max_in_flight)
 
+    def worked_off(self) -> tuple[int, int]:
+        """How many of the records that were read wait for nothing or for a person, and how many were read."""
+        return self._read_records - min(self._admitted, self._read_records), self._read_records
+
     def _parking_changed(self) -> None:
         self._parked_told = None
         self._news.set()

@@ -49,7 +49,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is. *read* and *total* are in the source's unit (bytes of a file, records).
+    """How far a run is. *read*, *total* and *done* are in the source's unit (bytes of a file, records).
 
     *total* is None if it is not known.
     """
@@ -59,6 +59,9 @@ class Progress:
     total: int | None
     in_flight: int = 0
     """Messages that are being run now."""
+    done: int = 0
+    """How much of *read* is worked off. Of a file it is an estimate, in which all records are equally long, that is
+    exact when nothing is left to do."""
 
 
 OnProgress = Callable[[Progress], None]

@@ -63,7 +63,7 @@ class SealedRows:
         columns = list(row)
         for number, (name, kind) in _TABLES[table].payloads.items():
             if row[number] is not None:
-                where = f"{self._where}: {name!r} of row {_shown(table, row)} of the table {table!r}"
+                where = f"{self._where}: {name!r} of row {row_name(table, row)} of the table {table!r}"
                 plain = unseal(self._cipher, row[number], self._place(table, name, row), where)
                 columns[number] = plain if kind is bytes else plain.decode(errors="surrogatepass")
         return tuple(columns)
@@ -77,6 +77,7 @@ def _names(table: str, row: Row) -> list[Any]:
     return [name for name in row[: _TABLES[table].names] if name is not None]
 
 
-def _shown(table: str, row: Row) -> str:
+def row_name(table: str, row: Row) -> str:
+    """What messages call a row by."""
     names = _names(table, row)
     return ", ".join(name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names) or "1"
