@@ -1,0 +1,413 @@
+"""Calls in flight together: whatever ends first in a replay, the action sees what it saw in the first run.
+
+An action writes down what it sees, in order, and gives that to a call (`decide`), so that a replay that sees anything
+else is a divergence. A run is cut off after so many records, the next one is given other delays and is cut off before
+its last record, and the one after that must play back all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dalsegno import DidNotHappen, LocalRunner, RetryPolicy, RunnerContext
+from dalsegno.core import codec
+from dalsegno.core.records import Record
+from dalsegno.core.transitions import CallStatus
+from dalsegno.errors import ActionError, DivergenceError
+from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.memory import MemoryStore
+from tests.helpers import STORES, Scripted, SpyStore, World, crashed, for_ever, run
+
+LONG = 60
+"""Turns of the event loop that are long beside those in which an action reacts."""
+
+
+class CutStore(SpyStore):
+    """Writes the first *at* records, or those before the first one of the kind *at*, and hangs."""
+
+    def __init__(self, inner: TaskActionStore, at: int | str) -> None:
+        super().__init__(inner)
+        self.at = at
+        self.cut = False
+
+    async def put(self, records: Sequence[Record]) -> None:
+        if isinstance(self.at, int):
+            left = self.at - self.kept
+        else:
+            kinds = [json.loads(record.body)["kind"] for record in records]
+            left = kinds.index(self.at) if self.at in kinds else len(kinds)
+        if left > 0:
+            await super().put(records[:left])
+        if len(records) > left:
+            self.cut = True
+            await for_ever()
+
+
+class Racer:
+    """Tools whose calls take as many turns of the event loop as the test says."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.turns: dict[Any, int] = {}
+        self.fails: set[Any] = set()
+        self.hangs: set[Any] = set()
+        self.seen: list[list[Any]] = []
+        self.drawn = itertools.count()
+
+    async def call(self, what: Any) -> Any:
+        self.made.append(f"call {[what]}")
+        await self._take(what)
+        if what in self.fails:
+            raise KeyError(what)
+        return f"done {what}"
+
+    def call_sync(self, what: Any) -> Any:
+        self.made.append(f"call_sync {[what]}")
+        return f"done {what}"
+
+    async def draw(self) -> int:
+        number = next(self.drawn)
+        self.made.append("draw []")
+        await self._take(number)
+        return number
+
+    async def decide(self, seen: list[str]) -> None:
+        self.made.append(f"decide {[seen]}")
+
+    async def did_not(self, what: Any) -> DidNotHappen:
+        return DidNotHappen()
+
+    async def _take(self, what: Any) -> None:
+        if what in self.hangs:
+            await for_ever()
+        for _ in range(self.turns.get(what, 0)):
+            await asyncio.sleep(0)
+
+    def ask(self, ctx: RunnerContext, what: Any, effect: Any = "read", **options: Any) -> Any:
+        if effect == "once":
+            options["reconcile"] = self.did_not
+        return ctx.durable_execute(self.call, what, effect=effect, **options)
+
+
+Race = Callable[[RunnerContext, Racer, list[Any]], Awaitable[None]]
+"""An action that appends to the list what it sees."""
+
+
+async def first_wins(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    tasks = {asyncio.create_task(racer.ask(ctx, what, "once"), name=what) for what in "abc"}
+    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    seen.append(sorted(task.get_name() for task in done))
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)
+    seen.append(sorted(task.get_name() for task in tasks if task.cancelled()))
+
+
+async def losers_are_not_awaited(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    tasks = {asyncio.create_task(racer.ask(ctx, what), name=what) for what in "abc"}
+    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    seen.append(sorted(task.get_name() for task in done))
+    for task in others:
+        task.cancel()
+    await decide(ctx, racer, seen)
+
+
+async def losers_go_on(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    left = {asyncio.create_task(racer.ask(ctx, what), name=what) for what in "abcd"}
+    while left:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        seen.append(sorted(task.get_name() for task in done))
+        await decide(ctx, racer, seen)
+
+
+async def as_they_complete(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    seen.extend([await done for done in asyncio.as_completed([racer.ask(ctx, what) for what in "abcd"])])
+
+
+async def timed_out(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    for effect in ("read", "idempotent", "once"):
+        try:
+            async with asyncio.timeout(0.02):
+                await racer.ask(ctx, "slow", effect)
+        except TimeoutError:
+            seen.append("late")
+        seen.append(await racer.ask(ctx, "a", "idempotent"))
+
+
+async def timed_out_beside_others(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    async def limited() -> str:
+        try:
+            async with asyncio.timeout(0.02):
+                return str(await racer.ask(ctx, "slow", "once"))
+        except TimeoutError:
+            return "late"
+
+    async def two() -> list[Any]:
+        return [await racer.ask(ctx, what) for what in "bc"]
+
+    seen += await asyncio.gather(limited(), racer.ask(ctx, "a"), two())
+
+
+async def in_time(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    async with asyncio.timeout(30):
+        seen += await asyncio.gather(racer.ask(ctx, "a"), racer.ask(ctx, "b"))
+
+
+async def group_fails(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for what in ("a", "fails", "b"):
+                group.create_task(watched(racer.ask(ctx, what, "idempotent"), seen))
+    except* KeyError as errors:
+        seen.append(str(errors.exceptions))
+    await decide(ctx, racer, seen)
+    seen.append(await racer.ask(ctx, "c"))
+
+
+async def limited(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    calls = [watched(racer.ask(ctx, what), seen) for what in "abcde"]
+    seen.append(await ctx.gather(*calls, limit=2))
+
+
+async def another_after_the_first(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    left = {asyncio.create_task(racer.ask(ctx, what), name=what) for what in "ab"}
+    more = iter("cde")
+    while left:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        seen.append(sorted(task.get_name() for task in done))
+        what = next(more, None)
+        if what is not None:
+            left.add(asyncio.create_task(racer.ask(ctx, what, "idempotent"), name=what))
+
+
+async def in_threads(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    calls = [ctx.durable_execute(racer.call_sync, what, effect="read") for what in "abcd"]
+    seen.extend([await done for done in asyncio.as_completed(calls)])
+
+
+async def equal_calls(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    async def twice() -> list[int]:
+        return [await ctx.durable_execute(racer.draw, effect="read") for _ in range(2)]
+
+    seen += await asyncio.gather(twice(), twice(), ctx.durable_execute(racer.draw, effect="read"))
+
+
+async def beside_the_action(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    async def beside() -> None:
+        for what in "xyz":
+            seen.append(await racer.ask(ctx, what))
+
+    task = asyncio.create_task(beside())
+    for what in "abc":
+        seen.append(await racer.ask(ctx, what, "idempotent"))
+    await task
+
+
+async def sleeps_beside(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    tasks = {
+        asyncio.create_task(ctx.sleep(0.02), name="sleep"),
+        asyncio.create_task(racer.ask(ctx, "a"), name="a"),
+        asyncio.create_task(racer.ask(ctx, "slow", "once"), name="slow"),
+    }
+    for _ in range(2):
+        done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        seen.append(sorted(task.get_name() for task in done))
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+async def sleep_is_cut_short(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    sleeping = asyncio.create_task(ctx.sleep(0.1))
+    asking = asyncio.create_task(racer.ask(ctx, "a"))
+    await asyncio.wait({sleeping, asking}, return_when=asyncio.FIRST_COMPLETED)
+    seen.append((sleeping.done(), asking.done()))
+    sleeping.cancel()
+    await decide(ctx, racer, seen)
+    try:
+        async with asyncio.timeout(0.01):
+            await ctx.sleep(30)
+    except TimeoutError:
+        seen.append("awake")
+
+
+async def shielded(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    asking = asyncio.create_task(watched(racer.ask(ctx, "a"), seen))
+    other = asyncio.create_task(watched(racer.ask(ctx, "b"), seen))
+    waiting = asyncio.ensure_future(asyncio.shield(asking))
+    await other
+    waiting.cancel()
+    seen.append(await asking)
+    seen += await asyncio.gather(asking, other)
+
+
+async def nested(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    async def pair(one: str, two: str) -> list[Any]:
+        return await ctx.gather(watched(racer.ask(ctx, one), seen), watched(racer.ask(ctx, two), seen))
+
+    async def pairs() -> Any:
+        return await asyncio.gather(watched(pair("a", "b"), seen), watched(pair("c", "d"), seen))
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(pairs()), group.create_task(watched(pair("e", "f"), seen))]
+    seen.append([task.result() for task in tasks])
+
+
+async def retried(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    again = RetryPolicy(attempts=2, backoff=0)
+    tasks = {
+        asyncio.create_task(racer.ask(ctx, what, retry=again), name=what): what for what in ("fails", "a", "b", "slow")
+    }
+    left = set(tasks)
+    for _ in range(3):
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        seen.append(sorted((task.get_name(), str(task.exception())) for task in done))
+        if len(left) <= 1:
+            break
+    for task in left:
+        task.cancel()
+
+
+async def failures_in_order(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    async def attempt(what: str) -> None:
+        try:
+            seen.append(await racer.ask(ctx, what, "once"))
+        except KeyError:
+            seen.append(f"failed {what}")
+
+    await asyncio.gather(*(attempt(what) for what in ("a", "fails", "b", "fails too")))
+
+
+async def watched(awaitable: Awaitable[Any], seen: list[Any]) -> Any:
+    """Writes down when it ended, and how."""
+    try:
+        result = await awaitable
+    except BaseException as error:
+        seen.append(type(error).__name__)
+        raise
+    seen.append(result)
+    return result
+
+
+async def decide(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+    await ctx.durable_execute(racer.decide, [str(one) for one in seen], effect="idempotent", name="decide")
+
+
+RACES: list[Race] = [
+    first_wins,
+    losers_are_not_awaited,
+    losers_go_on,
+    as_they_complete,
+    timed_out,
+    timed_out_beside_others,
+    in_time,
+    group_fails,
+    limited,
+    another_after_the_first,
+    in_threads,
+    equal_calls,
+    beside_the_action,
+    sleeps_beside,
+    sleep_is_cut_short,
+    shielded,
+    nested,
+    retried,
+    failures_in_order,
+]
+
+FORTH = {"a": 0, "b": LONG, "c": 2 * LONG, "d": 3 * LONG, "x": 10, "y": 10, "fails": LONG, "fails too": 1}
+BACK = {"a": 3 * LONG, "b": 2 * LONG, "c": LONG, "d": 0, "x": LONG, "fails": 0, "fails too": 2 * LONG}
+AT_ONCE: dict[str, int] = {}
+CLOSE = {"a": 3, "b": 1, "c": 2, "d": 9, "x": 2, "e": 17, 0: 3, 2: 1, 3: 20}
+
+
+def racing(race: Race, racer: Racer) -> Scripted:
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        seen: list[Any] = []
+        racer.seen.append(seen)
+        await race(ctx, racer, seen)
+        await decide(ctx, racer, seen)
+        return [str(one) for one in seen]
+
+    return Scripted(body)
+
+
+def racers(turns: dict[Any, int]) -> Racer:
+    racer = Racer()
+    racer.turns, racer.fails, racer.hangs = turns, {"fails", "fails too"}, {"slow"}
+    return racer
+
+
+def records_of(race: Race, turns: dict[Any, int]) -> int:
+    """How many records a run without a crash writes."""
+    racer, store = racers(turns), SpyStore(MemoryStore({}))
+    run(LocalRunner(racing(race, racer), job="job", store=store), [1])
+    return len(store.bodies())
+
+
+def cut_off(world: World, agent: Scripted, at: int | str) -> CutStore:
+    """Run until *at* records are written, or until one of the kind *at* is due."""
+    store = CutStore(world.store().inner, at)
+    crashed(world.runner(agent, store=store), [1], world.out, when=lambda: store.cut)
+    return store
+
+
+def settled(world: World) -> Counter[str]:
+    """The calls that are not to be made again."""
+    return Counter(
+        f"{call.name.rpartition('.')[2]} {codec.from_tree(call.args)}"
+        for states in world.recorded().values()
+        for state in states
+        for call in state.calls.values()
+        if call.status in (CallStatus.COMPLETED, CallStatus.ABANDONED)
+    )
+
+
+def check_replay(world: World, race: Race, live: dict[Any, int], again: dict[Any, int], most: int | str) -> None:
+    racer = racers(live)
+    agent = racing(race, racer)
+    cut_off(world, agent, most)
+    known, made = settled(world), len(racer.made)
+    racer.turns = again
+    cut_off(world, agent, "done")
+    assert not {what for what in Counter(racer.made[made:]) if known[what] and "draw" not in what}
+    if most == "done":
+        assert len(racer.made) == made
+        assert racer.seen[0] == racer.seen[1]
+    made = len(racer.made)
+    racer.turns = live
+    run(world.runner(agent), [1], world.out)
+    assert len(racer.made) == made, "all of it is on record"
+    assert racer.seen[1] == racer.seen[2]
+    assert world.outputs() == [[str(one) for one in racer.seen[2]]]
+
+
+@pytest.mark.parametrize("race", RACES, ids=lambda race: race.__name__)
+@pytest.mark.parametrize(("live", "again"), [(FORTH, BACK), (BACK, AT_ONCE), (CLOSE, FORTH), (AT_ONCE, CLOSE)])
+def test_a_race_replays_as_it_was_whatever_ends_first(
+    race: Race, live: dict[Any, int], again: dict[Any, int], world: World
+) -> None:
+    check_replay(world, race, live, again, "done")
+
+
+@pytest.mark.parametrize("race", RACES, ids=lambda race: race.__name__)
+@pytest.mark.parametrize(("live", "again"), [(FORTH, BACK), (CLOSE, AT_ONCE)])
+def test_a_race_goes_on_after_a_crash_at_any_record(
+    race: Race, live: dict[Any, int], again: dict[Any, int], tmp_path: Path
+) -> None:
+    for most in range(1, records_of(race, live) - 1):
+        folder = tmp_path / str(most)
+        folder.mkdir()
+        check_replay(World(STORES[most % 2], folder), race, live, again, most)
