@@ -350,10 +350,11 @@ def racers(turns: dict[Any, int]) -> Racer:
     return racer
 
 
-def records_of(race: Race, turns: dict[Any, int]) -> int:
+def records_of(race: Race, turns: dict[Any, int], folder: Path) -> int:
     """How many records a run without a crash writes."""
-    racer, store = racers(turns), SpyStore(MemoryStore({}))
-    run(LocalRunner(racing(race, racer), job="job", store=store), [1])
+    world = World("memory", folder)
+    store = world.store()
+    run(world.runner(racing(race, racers(turns)), store=store), [1])
     return len(store.bodies())
 
 
@@ -407,7 +408,7 @@ def test_a_race_replays_as_it_was_whatever_ends_first(
 def test_a_race_goes_on_after_a_crash_at_any_record(
     race: Race, live: dict[Any, int], again: dict[Any, int], tmp_path: Path
 ) -> None:
-    for most in range(1, records_of(race, live) - 1):
+    for most in range(1, records_of(race, live, tmp_path) - 1):
         folder = tmp_path / str(most)
         folder.mkdir()
         check_replay(World(STORES[most % 2], folder), race, live, again, most)

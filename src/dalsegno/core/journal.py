@@ -14,7 +14,7 @@ all groups are matched, or, from concurrent code, within the last group, which a
 catch it: when its next call begins, or when it is done. That another call ends, which was in flight beside it, proves
 nothing. That another strand of the action begins a call proves little, for the exception may still be on its way out;
 such a failure is recorded as ``unsure``. If the exception leaves the action, nothing final is recorded, and an unsure
-failure is taken back.
+failure is taken back. So it is with a call that the action cancelled: it is recorded as abandoned.
 
 No I/O here: records go to the `append` callable, which must keep their order.
 """
@@ -31,7 +31,7 @@ from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import DivergenceError
 
 # Looking a member up in its enumeration is slow.
-_NEW, _OPEN, _REQUESTED, _FAILED, _COMPLETED = CallStatus
+_NEW, _OPEN, _REQUESTED, _FAILED, _COMPLETED, _ABANDONED = CallStatus
 
 Append = Callable[[dict[str, Any]], None]
 """Takes the body of a record of this action task."""
@@ -45,6 +45,8 @@ class Call:
     occurrence: int
     strand: object
     """What the call is made from: None for the action itself, or a task that it started."""
+    abandoned: bool = False
+    """Whether the action cancelled it in this run."""
 
 
 class Journal:
@@ -63,6 +65,9 @@ class Journal:
         self._unannounced: dict[int, CallState] = {}
         self._pending_failures: dict[int, Call] = {}
         self._raised: list[tuple[CallState, BaseException]] = []
+        self._abandoned: list[CallState] = []
+        self.calls_begun = 0
+        """How many calls the action has begun, in this run."""
 
     def begin(
         self,
@@ -88,6 +93,7 @@ class Journal:
             self._next_number += 1
         occurrence = self._occurrences.get((name, arguments), 0)
         self._occurrences[name, arguments] = occurrence + 1
+        self.calls_begun += 1
         if self._pending_failures:
             self._record_failures(strand)
         return Call(state, occurrence, strand)
@@ -128,6 +134,19 @@ class Journal:
         call.state.error = error
         self._pending_failures[call.state.number] = call
 
+    def abandon(self, call: Call) -> None:
+        """The action cancelled the call: recorded like a failure, when the action goes on, if it does."""
+        if call.state.status is _ABANDONED:
+            self._abandoned.append(call.state)  # on record, and so again
+            return
+        call.abandoned = True
+        self._pending_failures[call.state.number] = call
+
+    def slept(self, call: Call) -> None:
+        """Record that a sleep has ended, with its place among the outcomes."""
+        assert call.state.order is not None
+        self._emit(new_body("slept") | {"call": call.state.number, "order": call.state.order.tree})
+
     def retry(self, call: Call, error: Any, retry_at: datetime) -> None:
         """Record that an attempt raised *error* (a codec tree), and that the next one is due *retry_at*, in UTC."""
         state = call.state
@@ -157,8 +176,9 @@ class Journal:
     def leave_failed(self, failure: BaseException) -> None:
         """*failure* left the action. What made it fail is not final: only that an attempt ended is recorded."""
         pending, self._pending_failures = self._pending_failures, {}
+        self._reopen()
         left = {id(error) for error in _origins(failure)}
-        for state in [call.state for call in pending.values()] + [
+        for state in [call.state for call in pending.values() if not call.abandoned] + [
             state for state, error in self._raised if state.unsure and id(error) in left
         ]:
             if state.status in (_REQUESTED, _COMPLETED) or state.failures:
@@ -167,6 +187,22 @@ class Journal:
                     body["attempt"] = state.attempt
                 self._emit(body)
                 state.status = _FAILED
+
+    def _reopen(self) -> None:
+        """An exception left the action, and with it perhaps the reason why it abandoned calls."""
+        for state in self._abandoned:
+            if not state.unsure:
+                continue
+            if state.abandoned_from is _COMPLETED:
+                body = new_body("completed") | {"call": state.number}
+                body |= {"result": state.result} if state.error is None else {"error": state.error}
+                if state.order is not None:
+                    body["order"] = state.order.tree
+                self._emit(body)
+                state.status = _COMPLETED
+            else:
+                self._emit(new_body("reopened") | {"call": state.number})
+                state.status = _REQUESTED
 
     def check_complete(self) -> None:
         """At the end of the action: every recorded call was made again. Raises `DivergenceError` otherwise."""
@@ -194,12 +230,36 @@ class Journal:
         pending, self._pending_failures = self._pending_failures, {}
         for call in pending.values():
             call.state.unsure = strand is not None and strand is not call.strand
+            if call.abandoned:
+                self._record_abandoned(call.state)
+                continue
             body = self._outcome(call.state)
             body["error"] = call.state.error
             if call.state.unsure:
                 body["unsure"] = True
             self._emit(body)
             call.state.status = _COMPLETED
+
+    def _record_abandoned(self, state: CallState) -> None:
+        self._unannounced.pop(state.number, None)
+        if state.status is _NEW or state.status is _OPEN:
+            body = _request("abandoned", state)
+        else:
+            body = new_body("abandoned") | {"call": state.number}
+        if state.order is not None:
+            body["order"] = state.order.tree
+        if state.unsure:
+            body["unsure"] = True
+        self._emit(body)
+        state.abandoned_from, state.status = state.status, _ABANDONED
+        self._abandoned.append(state)
+
+    def out_of_order(self, state: CallState, what: str) -> DivergenceError:
+        """The error for outcomes that cannot come in the recorded order, because of *state*'s call."""
+        return DivergenceError(
+            f"{self._describe}: the code no longer fits the record. Calls that were in flight together are played back "
+            f"in the order in which their outcomes came. Next is the recorded call {_show(state)}, {what}. {_REMEDY}"
+        )
 
     def _match(
         self, name: str, arguments: str, args: list[Any], kwargs: dict[str, Any], concurrent: bool
@@ -229,8 +289,12 @@ class Journal:
         """The body of the record of an outcome, without the outcome."""
         self._unannounced.pop(state.number, None)
         if state.status is _REQUESTED or state.status is _FAILED:
-            return new_body("completed") | {"call": state.number}
-        return _request("called", state)
+            body = new_body("completed") | {"call": state.number}
+        else:
+            body = _request("called", state)
+        if state.order is not None:
+            body["order"] = state.order.tree
+        return body
 
     def _emit(self, body: dict[str, Any]) -> None:
         if self._unannounced:

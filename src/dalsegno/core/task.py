@@ -20,6 +20,7 @@ from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
 from dalsegno.core import codec, decisions
 from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
+from dalsegno.core.delivery import Delivery
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
 
 
 # Looking a member up in its enumeration is slow.
-_NEW, _COMPLETED = CallStatus.NEW, CallStatus.COMPLETED
+_NEW, _COMPLETED, _ABANDONED = CallStatus.NEW, CallStatus.COMPLETED, CallStatus.ABANDONED
+
+SLEEP = "dalsegno.sleep"
+"""The name of the call that is made to sleep; its result is when the sleep is due to end."""
 
 _CALLS_A_TURN = 32
 """Calls that an action may make in a row, if none of them waits, before others get their turn."""
@@ -169,6 +173,12 @@ class ActionTask:
     _made = 0
     _pausing = 0
     _callee_owners: dict[str, object] | None = None
+    _overlapping = False
+    """Whether calls are in flight together, or may be."""
+    _begun_at = 0.0
+    _order: Delivery | None = None
+    _abandoned: list[Call] | None = None
+    """Calls that the action cancelled since it last went on."""
 
     def __init__(
         self,
@@ -196,6 +206,9 @@ class ActionTask:
         self._sensory_memory = sensory
         self.sent: list[Any] = []
         self._not_awaited: dict[int, str] = {}
+        self._begun_at = environment.loop.time()
+        if recorded is not None and any(state.order is not None for state in recorded.calls.values()):
+            self._delivery()
 
     def __str__(self) -> str:
         return str(self._place)
@@ -235,6 +248,8 @@ class ActionTask:
             self._environment.pauses.cut(self)
         if self._in_flight:
             await self._settle()
+        if self._order is not None:
+            self._order.close()
         if self.park is not None:
             self.set_aside(self.park)
         if self._verdict is not None:
@@ -249,6 +264,8 @@ class ActionTask:
                 )
             )
         self._journal.check_complete()
+        if self._abandoned:
+            self._go_on()
 
     def set_aside(self, park: Park) -> None:
         """Record that the message is set aside, unless that is already the last thing that the record says."""
@@ -306,6 +323,8 @@ class ActionTask:
         self._verdict = self._verdict or verdict
         if self._pausing:
             self._environment.pauses.cut(self)
+        if self._order is not None:
+            self._order.close()
         # In a task group the other calls would be cancelled, and so in doubt, if this one left at once.
         await self._settle()
         raise Unwind
@@ -313,8 +332,14 @@ class ActionTask:
     # The context's side.
 
     def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        begun: list[Call] | None = None,
     ) -> Coroutine[Any, Any, Any]:
+        """The call, to be awaited; when it has begun, it is appended to *begun*."""
         self._check_running()
         _check_not_nested()
         if not self._spec.is_async:
@@ -324,7 +349,7 @@ class ActionTask:
             )
         callee, name, token = self._prepare(function, args, kwargs, options)
         self._not_awaited[token] = name
-        return self._call(function, callee, name, args, kwargs, options, token)
+        return self._call(function, callee, name, args, kwargs, options, token, begun)
 
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -371,20 +396,33 @@ class ActionTask:
 
     def sleep(self, duration: float | timedelta) -> Coroutine[Any, Any, None]:
         seconds = seconds_of(duration, "ctx.sleep(...)")
-        return self._sleep(self._recorded_call("sleep", self._wake_up_time, seconds), seconds)
+        call: list[Call] = []
+        return self._sleep(self._recorded_call("sleep", self._wake_up_time, seconds, begun=call), seconds, call)
 
     async def _wake_up_time(self, seconds: float) -> datetime:
         return after(self._environment.clock, seconds)
 
-    async def _sleep(self, wake_up_time: Coroutine[Any, Any, datetime], seconds: float) -> None:
+    async def _sleep(self, wake_up_time: Coroutine[Any, Any, datetime], seconds: float, begun: list[Call]) -> None:
         due = await wake_up_time
-        if due <= self._environment.clock():
-            return
+        call = begun[0]
+        if call.state.order is not None:
+            return  # that it ended is on record
+        if due > self._environment.clock():
+            await self._sleep_until(due, seconds, call)
+        if self._overlapping or (self._order is not None and self._order.behind):
+            self._delivery().arrive(call.state)
+            self._journal.slept(call)
+            await self._in_turn(call)
+
+    async def _sleep_until(self, due: datetime, seconds: float, call: Call) -> None:
         try:
             await self._environment.log.barrier()
+            await self._pause(due, seconds)
         except StoreError as error:
             await self._stop_with(error)
-        await self._pause(due, seconds)
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
         halt = self._halt()
         if halt is not None:
             await self._stop_with(halt)
@@ -401,9 +439,11 @@ class ActionTask:
                 self._not_awaited.pop(token, None)
             raise
 
-    def _recorded_call(self, what: str, function: Callable[..., Any], *args: Any) -> Coroutine[Any, Any, Any]:
+    def _recorded_call(
+        self, what: str, function: Callable[..., Any], *args: Any, begun: list[Call] | None = None
+    ) -> Coroutine[Any, Any, Any]:
         self._check_async(what)
-        return self.call(function, args, {}, CallOptions("read", None, f"dalsegno.{what}"))
+        return self.call(function, args, {}, CallOptions("read", None, f"dalsegno.{what}"), begun)
 
     def _check_async(self, what: str) -> None:
         if not self._spec.is_async:
@@ -466,6 +506,7 @@ class ActionTask:
         kwargs: dict[str, Any],
         options: CallOptions,
         token: int,
+        begun: list[Call] | None = None,
     ) -> Any:
         self._not_awaited.pop(token, None)
         if token % _CALLS_A_TURN == 0:
@@ -475,11 +516,19 @@ class ActionTask:
         self._check_running()
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
         call = await self._match(name, digest, arguments, keywords)
-        if call.state.status is _COMPLETED:
+        if begun is not None:
+            begun.append(call)
+        if call.state.status is _COMPLETED or call.state.status is _ABANDONED:
+            if call.state.order is not None:
+                await self._in_turn(call)
             return self._replayed(call)
         if options.retry is None and not (callee.marked or options.idempotency_key):
-            return await self._perform(call, function, callee, options)
-        return await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
+            outcome = await self._perform(call, function, callee, options)
+        else:
+            outcome = await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
+        if call.state.order is not None:
+            await self._in_turn(call)
+        return outcome
 
     async def wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         self._check_running()
@@ -494,7 +543,9 @@ class ActionTask:
         arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})
         call = await self._match(decisions.WAIT, digest, arguments, keywords)
         state = call.state
-        if state.status is _COMPLETED:
+        if state.status is _COMPLETED or state.status is _ABANDONED:
+            if state.order is not None:
+                await self._in_turn(call)
             return self._replayed(call)
         if state.status is _NEW:
             if seconds is not None:
@@ -504,11 +555,16 @@ class ActionTask:
         decided = self._decision(decisions.signal_target(self.identity, state.number))
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
-            return self._completed(call, decided.value, "signal")
+            value = self._completed(call, decided.value, "signal")
+            if state.order is not None:
+                await self._in_turn(call)
+            return value
         self.until = decisions.wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
-            raise self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            late = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            await self._deliver_failure(call)
+            raise late
         self.park = Park.because(f"{self}: waits for the signal {name!r}", "waiting", state.number)
         return await self._stop_with(SetAside())
 
@@ -543,16 +599,22 @@ class ActionTask:
     def _begin(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
         strand = asyncio.current_task(self._loop)
         sequential = self._strand is None or strand is self._strand
+        if self._abandoned:
+            self._go_on()
+        concurrent = not sequential or self._in_flight > 0
         call = self._journal.begin(
             name,
             digest,
             arguments,
             keywords,
             alone=not self._in_flight and (sequential or self._last_sequential),
-            concurrent=not sequential or self._in_flight > 0,
+            concurrent=concurrent,
             strand=None if sequential else strand,
         )
         self._last_sequential = sequential
+        self._overlapping = concurrent or self._pausing > 0
+        if self._overlapping or call.state.order is not None:
+            self._delivery().begin(call.state)
         return call
 
     async def _perform_in_attempts(
@@ -613,15 +675,81 @@ class ActionTask:
             verdict = error
         except _Unrecordable as error:
             verdict = error.reason
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
         finally:
-            self._in_flight -= 1
-            if not self._in_flight and self._idle is not None:
-                self._idle.set()
+            self._leave()
         if verdict is not None:
             await self._stop_with(verdict)
         if failure is None:
             return _AGAIN
+        if call.state.order is not None:
+            await self._deliver_failure(call)
         raise failure from failure.__cause__  # here, where nothing is being handled that would become its context
+
+    def _leave(self) -> None:
+        """A call is no longer in flight."""
+        self._in_flight -= 1
+        if not self._in_flight and self._idle is not None:
+            self._idle.set()
+
+    # The order of the outcomes of calls that are in flight together.
+
+    def _delivery(self) -> Delivery:
+        if self._order is None:
+            environment = self._environment
+            calls = self._recorded.calls.values() if self._recorded is not None else ()
+            self._order = Delivery(self._loop, self._journal, calls, lambda: environment.stopping, self._begun_at)
+        return self._order
+
+    def _arrived(self, call: Call) -> None:
+        if call.state.name != SLEEP:  # its outcome is when it ends, which is no news for the action
+            self._delivery().arrive(call.state)
+
+    async def _in_turn(self, call: Call) -> None:
+        """Return when it is the turn of the call's outcome."""
+        verdict: Exception | None = None
+        self._in_flight += 1
+        try:
+            await self._delivery().turn(call.state)
+        except DivergenceError as error:
+            verdict = error
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
+        finally:
+            self._leave()
+        verdict = verdict or self._halt_of_turn(call)
+        if verdict is not None:
+            await self._stop_with(verdict)
+
+    def _halt_of_turn(self, call: Call) -> Exception | None:
+        """Why a call that was waiting for its turn must not go on."""
+        if call.state.status is _ABANDONED:
+            return self._halt() or Stopped()
+        return self._verdict
+
+    async def _deliver_failure(self, call: Call) -> None:
+        await self._in_turn(call)
+        self._journal.fail(call, call.state.error)
+
+    def _abandon(self, call: Call) -> None:
+        """The call is cancelled. If the action did that, and not the runner, it is recorded when the action goes on."""
+        if not self._spec.is_async or self._verdict is not None or not _is_being_cancelled():
+            return
+        self._delivery().abandon(call.state)
+        if call.state.status is not _COMPLETED:
+            call.state.error = None
+        self._abandoned = self._abandoned or []
+        self._abandoned.append(call)
+
+    def _go_on(self) -> None:
+        """The action goes on, unless the runner is cancelling it: it knows of the calls that it cancelled."""
+        if self._abandoned and not (self._strand is not None and self._strand.cancelling()):
+            for call in self._abandoned:
+                self._journal.abandon(call)
+            self._abandoned = None
 
     def _returned(self, call: Call, result: Any) -> Any:
         try:
@@ -633,12 +761,20 @@ class ActionTask:
         return self._completed(call, tree)
 
     def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
+        """What the action gets, when its turn has come, see `_in_turn`, if the call has an order by now."""
+        if self._overlapping or call.state.order is not None:
+            self._arrived(call)
         self._journal.complete(call, tree, by)
         return codec.from_tree(tree)
 
     def _failed(self, call: Call, error: Exception) -> Exception:
+        """What the action gets, after `_deliver_failure`, if the call has an order by now."""
         tree = codec.encode_exception(error)
-        self._journal.fail(call, tree)
+        if self._overlapping or call.state.order is not None:
+            self._arrived(call)
+            call.state.error = tree
+        else:
+            self._journal.fail(call, tree)
         decoded = codec.decode_exception(tree)
         self._journal.raised(call, decoded)
         return decoded.with_traceback(error.__traceback__)

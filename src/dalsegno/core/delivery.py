@@ -1,0 +1,216 @@
+"""The order in which the outcomes of calls that are in flight together reach their action.
+
+An action can only tell which of its calls ended first by the order in which their outcomes reach it. So that it sees
+the same in a replay, where recorded outcomes are there at once, it gets them by one rule, in the first run too:
+
+- An outcome waits until the action has been *quiet*: for some turns of the event loop it has begun no call, abandoned
+  none and been given no outcome. By then it has done what it does about the last one.
+- All that has come by then is given to it in one turn.
+
+Each turn, and how many calls had begun by then, is recorded (`Order`). A replay gives the recorded turns one after the
+other, each when as many calls have begun; what is not on record comes after them. A call that the action abandoned
+has its place as well: what came later waits until the action abandons it again.
+
+What cannot come in its order, as when the code no longer begins a call, is found after a bounded time.
+
+A call that is awaited while no other one is in flight has nothing to do with any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+from dalsegno.core.journal import Journal
+from dalsegno.core.records import CallState, Order
+from dalsegno.core.transitions import CallStatus
+
+_QUIET = 16
+"""Turns of the event loop without anything of the action; each level of tasks that await tasks takes two or three."""
+_QUIET_IN_REPLAY = 64
+_LONGEST = 100 * _QUIET_IN_REPLAY
+"""Turns after which outcomes come although the action goes on beginning calls."""
+_POLL_SECONDS = 0.01
+_POLLS = 100
+_SLOW_POLL_SECONDS = 0.1
+
+
+class Delivery:
+    """The order of the outcomes of one action task. *recorded* is what an earlier run recorded of its calls."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        journal: Journal,
+        recorded: Iterable[CallState],
+        stopping: Callable[[], bool],
+        begun_at: float,
+    ) -> None:
+        self._loop = loop
+        self._journal = journal
+        self._stopping = stopping
+        self._begun_at = begun_at
+        self._calls = {state.order: state for state in recorded if state.order is not None}
+        known = sorted(self._calls, key=_key)
+        self._end_of_record = known[-1].key if known else (-1, -1)
+        self._turn = max((order.turn + order.turn % 2 for order in known), default=0)
+        self._position = max((order.position for order in known), default=-1)
+        # In order, what has not reached the action yet and what comes later waits for. What is made once more keeps its
+        # place, but nothing waits for it, as it may come only because of what is later.
+        self._due = [order for order in known if self._calls[order].status in _FINAL]
+        self._last = (-1, -1)
+        self._waiting: dict[Order, asyncio.Future[None]] = {}
+        self._quiet_in = 0
+        self._ticks = 0
+        self._tick_handle: asyncio.Handle | None = None
+        self._poll_handle: asyncio.Handle | None = None
+        self._polls = 0
+        self._made_again: set[int] = set()
+        self._closed = False
+
+    @property
+    def behind(self) -> bool:
+        """Whether recorded outcomes have not reached the action yet."""
+        return bool(self._due) and self._due[0].key <= self._end_of_record
+
+    def begin(self, state: CallState) -> None:
+        """The action began the call."""
+        if state.order is not None and state.status not in _FINAL:
+            self._made_again.add(state.number)
+        self.stir()
+
+    def stir(self) -> None:
+        """The action did something: it begins to be quiet from now on."""
+        self._polls = 0
+        if self._poll_handle is not None:
+            self._poll_handle.cancel()
+            self._poll_handle = None
+        if self._ticks < _LONGEST:
+            self._quiet_in = _QUIET_IN_REPLAY if self.behind else _QUIET
+        if self._tick_handle is None and not self._closed:
+            self._tick_handle = self._loop.call_soon(self._tick)
+
+    def arrive(self, state: CallState) -> None:
+        """There is an outcome of a call that was made in this run: gives it its place, then `turn` waits for that."""
+        self._made_again.discard(state.number)
+        if state.order is None or state.order.key <= self._last:
+            state.order = self._order(self._turn + 2)
+        else:
+            state.order = Order(*state.order.key, self._journal.calls_begun, self._elapsed())
+        self._calls[state.order] = state
+        insort(self._due, state.order, key=_key)
+
+    def abandon(self, state: CallState) -> None:
+        """The action cancelled the call, and its outcome, if there is one, will not reach it."""
+        self._made_again.discard(state.number)
+        if state.order in self._due:
+            self._due.remove(state.order)
+        if state.status is not CallStatus.ABANDONED:
+            state.order = self._order(self._turn + 1)
+        self.stir()
+
+    async def turn(self, state: CallState) -> None:
+        """Return when the outcome's turn has come, or at once after `close`.
+
+        Raises `DivergenceError` if the outcomes cannot come in the recorded order any more.
+        """
+        order = state.order
+        if order is None or self._closed:
+            return
+        future = self._waiting[order] = self._loop.create_future()
+        try:
+            if not self._quiet_in and self._tick_handle is None:
+                self._look()
+            if not future.done():
+                await future
+            future.result()
+        finally:
+            self._waiting.pop(order, None)
+
+    def close(self) -> None:
+        """Nothing is kept back any more, because the action must not go on, or has ended."""
+        self._closed = True
+        for handle in (self._tick_handle, self._poll_handle):
+            if handle is not None:
+                handle.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _order(self, turn: int) -> Order:
+        self._position += 1
+        return Order(turn, self._position, self._journal.calls_begun, self._elapsed())
+
+    def _elapsed(self) -> int:
+        return int((self._loop.time() - self._begun_at) * 1000)
+
+    def _tick(self) -> None:
+        self._tick_handle = None
+        self._quiet_in -= 1
+        self._ticks += 1
+        if self._quiet_in > 0:
+            self._tick_handle = self._loop.call_soon(self._tick)
+        else:
+            self._quiet_in = self._ticks = 0
+            self._look()
+
+    def _look(self) -> None:
+        """The action is quiet: give it what is next."""
+        turn = self._next()
+        if turn:
+            del self._due[: len(turn)]
+            self._last = turn[-1].key
+            self._turn = max(self._turn, turn[0].turn)
+            for order in turn:
+                if not self._waiting[order].done():
+                    self._waiting[order].set_result(None)
+            self.stir()
+        elif self._waiting and self._poll_handle is None:
+            seconds = _POLL_SECONDS if self._polls < _POLLS else _SLOW_POLL_SECONDS
+            self._poll_handle = self._loop.call_later(seconds, self._poll)
+
+    def _next(self) -> list[Order]:
+        """The outcomes of the next turn; none if it has not come."""
+        if not self._due or self._journal.calls_begun < self._due[0].begun:
+            return []
+        turn: list[Order] = []
+        for order in self._due:
+            if order.turn != self._due[0].turn or self._is_abandoned(order):
+                break
+            if order not in self._waiting:
+                return []
+            turn.append(order)
+        return turn
+
+    def _is_abandoned(self, order: Order) -> bool:
+        return self._calls[order].status is CallStatus.ABANDONED
+
+    def _poll(self) -> None:
+        self._poll_handle = None
+        self._polls += not self._made_again
+        if self._stopping():
+            self.close()
+        elif self._due and self._polls > _POLLS + _POLLS // 10 + self._due[0].after / 1000 / _SLOW_POLL_SECONDS:
+            self._give_up(self._due[0])
+        else:
+            self._look()
+
+    def _give_up(self, next_one: Order) -> None:
+        state = self._calls[next_one]
+        if self._is_abandoned(next_one) and next_one in self._waiting:
+            what = "which the action cancelled in the earlier run, but now goes on waiting for"
+        elif next_one not in self._waiting:
+            what = "which the action has not begun"
+        else:
+            what = f"whose outcome came when {next_one.begun} calls had begun, but now only {self._journal.calls_begun} have"
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._journal.out_of_order(state, what))
+
+
+_FINAL = (CallStatus.COMPLETED, CallStatus.ABANDONED)
+
+
+def _key(order: Order) -> tuple[int, int]:
+    return order.key
