@@ -105,6 +105,8 @@ class Environment:
     """The present time, with its zone."""
     counters: Counters = field(default_factory=Counters)
     stopping: bool = False
+    cancelled: bool = False
+    """Whether the runner cancels what runs: an action that is cancelled then has not cancelled anything itself."""
     decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
     """What people decided, by key and id of the message: the body of each decision by its target."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -736,7 +738,7 @@ class ActionTask:
 
     def _abandon(self, call: Call) -> None:
         """The call is cancelled. If the action did that, and not the runner, it is recorded when the action goes on."""
-        if not self._spec.is_async or self._verdict is not None or not _is_being_cancelled():
+        if not self._spec.is_async or self._halt() is not None or not _is_being_cancelled():
             return
         self._delivery().abandon(call.state)
         if call.state.status is not _COMPLETED:
@@ -745,8 +747,8 @@ class ActionTask:
         self._abandoned.append(call)
 
     def _go_on(self) -> None:
-        """The action goes on, unless the runner is cancelling it: it knows of the calls that it cancelled."""
-        if self._abandoned and not (self._strand is not None and self._strand.cancelling()):
+        """The action goes on, unless all that it does is to clean up: it knows of the calls that it cancelled."""
+        if self._abandoned and not self._environment.cancelled:
             for call in self._abandoned:
                 self._journal.abandon(call)
             self._abandoned = None

@@ -235,6 +235,7 @@ class Pipeline:
             await self._guarded(self._log.close)  # what no message waits for any more
         except asyncio.CancelledError:
             self._tainted = True  # what becomes durable from now on is for the next run to finish
+            self.environment.cancelled = True
             for task in (self._reader, checkpointer, listener, *self._workers):
                 task.cancel()
             await asyncio.wait([self._reader, checkpointer, listener, *self._workers])
