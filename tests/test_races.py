@@ -217,13 +217,12 @@ async def sleeps_beside(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> No
         asyncio.create_task(racer.ask(ctx, "a"), name="a"),
         asyncio.create_task(racer.ask(ctx, "slow", "once"), name="slow"),
     }
-    for _ in range(2):
+    while len(tasks) > 1:
         done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         seen.append(sorted(task.get_name() for task in done))
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    await asyncio.wait(tasks)
 
 
 async def sleep_is_cut_short(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
@@ -264,15 +263,10 @@ async def nested(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
 
 async def retried(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
     again = RetryPolicy(attempts=2, backoff=0)
-    tasks = {
-        asyncio.create_task(racer.ask(ctx, what, retry=again), name=what): what for what in ("fails", "a", "b", "slow")
-    }
-    left = set(tasks)
-    for _ in range(3):
+    left = {asyncio.create_task(racer.ask(ctx, what, retry=again), name=what) for what in ("fails", "a", "b", "slow")}
+    while len(left) > 1:
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
         seen.append(sorted((task.get_name(), str(task.exception())) for task in done))
-        if len(left) <= 1:
-            break
     for task in left:
         task.cancel()
 

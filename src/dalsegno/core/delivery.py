@@ -203,7 +203,8 @@ class Delivery:
         elif next_one not in self._waiting:
             what = "which the action has not begun"
         else:
-            what = f"whose outcome came when {next_one.begun} calls had begun, but now only {self._journal.calls_begun} have"
+            begun = self._journal.calls_begun
+            what = f"whose outcome came when {next_one.begun} calls had begun, but now only {begun} have"
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._journal.out_of_order(state, what))

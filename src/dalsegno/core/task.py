@@ -741,6 +741,7 @@ class ActionTask:
         if not self._spec.is_async or self._halt() is not None or not _is_being_cancelled():
             return
         self._delivery().abandon(call.state)
+        self._environment.counters.replayed += call.state.status is _ABANDONED
         if call.state.status is not _COMPLETED:
             call.state.error = None
         self._abandoned = self._abandoned or []
