@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -370,8 +372,10 @@ def settled(world: World) -> Counter[str]:
     )
 
 
-def check_replay(world: World, race: Race, live: dict[Any, int], again: dict[Any, int], most: int = ALL) -> None:
-    racer = racers(live)
+def check_replay(
+    world: World, race: Race, live: dict[Any, int], again: dict[Any, int], most: int = ALL, racer: Racer | None = None
+) -> None:
+    racer = racer or racers(live)
     agent = racing(race, racer)
     cut_off(world, agent, most)
     known, made = settled(world), len(racer.made)
@@ -409,3 +413,76 @@ def test_a_race_goes_on_after_a_crash_at_any_record(
         folder = tmp_path / str(most)
         folder.mkdir()
         check_replay(World(STORES[most % 2], folder), race, live, again, most)
+
+
+# --- any program ----------------------------------------------------------------------------------------------------
+
+STRANDS = 4
+
+
+class Step(NamedTuple):
+    """A call of a strand: what it is called with, and what the strand does when it was seen."""
+
+    what: int
+    effect: str
+    then: str
+
+
+steps = st.builds(
+    Step,
+    what=st.integers(0, 5),  # few, so that some are equal
+    effect=st.sampled_from(["read", "idempotent", "once"]),
+    then=st.sampled_from(["", "", "", "start", "cancel", "decide", "sleep"]),
+)
+programs = st.lists(st.lists(steps, min_size=1, max_size=3), min_size=2, max_size=STRANDS)
+delays = st.dictionaries(st.integers(0, 5), st.sampled_from([0, 1, 2, 5, 15, 16, 17, 18, 40, 100]))
+
+
+def program(strands: list[list[Step]]) -> Race:
+    """Strands of calls beside each other; the action takes what they see as it comes, and does what they say."""
+
+    async def race(ctx: RunnerContext, racer: Racer, seen: list[Any]) -> None:
+        news: asyncio.Queue[tuple[int, Step | None]] = asyncio.Queue()
+
+        async def strand(number: int) -> None:
+            try:
+                for step in strands[number]:
+                    try:
+                        seen.append((number, await racer.ask(ctx, step.what, step.effect)))
+                    except KeyError:
+                        seen.append((number, "failed"))
+                    news.put_nowait((number, step))
+            finally:
+                news.put_nowait((number, None))
+
+        later = list(range(2, len(strands)))
+        running = {number: asyncio.create_task(strand(number)) for number in range(2)}
+        while running:
+            number, step = await news.get()
+            seen.append((number, step and step.then, news.qsize()))
+            if step is None:
+                running.pop(number)
+            elif step.then == "start" and later:
+                running[later[0]] = asyncio.create_task(strand(later.pop(0)))
+            elif step.then == "cancel":
+                max(running.items())[1].cancel()
+            elif step.then == "decide":
+                await decide(ctx, racer, seen)
+            elif step.then == "sleep":
+                await ctx.sleep(0.001)
+
+    return race
+
+
+@settings(max_examples=int(os.environ.get("RACES", "60")), deadline=None)
+@given(
+    strands=programs, live=delays, again=delays, failing=st.sets(st.integers(0, 5), max_size=2), most=st.integers(0, 30)
+)
+def test_any_program_of_strands_replays(
+    strands: list[list[Step]], live: dict[Any, int], again: dict[Any, int], failing: set[int], most: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        world = World("memory", Path(folder))
+        racer = racers(live)
+        racer.fails |= failing
+        check_replay(world, program(strands), live, again, most or ALL, racer)

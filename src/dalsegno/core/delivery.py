@@ -99,7 +99,10 @@ class Delivery:
         else:
             state.order = Order(*state.order.key, self._journal.calls_begun, self._elapsed())
         self._calls[state.order] = state
-        insort(self._due, state.order, key=_key)
+        if not self._due or self._due[-1].key < state.order.key:
+            self._due.append(state.order)
+        else:
+            insort(self._due, state.order, key=_key)
 
     def abandon(self, state: CallState) -> None:
         """The action cancelled the call, and its outcome, if there is one, will not reach it."""

@@ -45,8 +45,6 @@ class Call:
     occurrence: int
     strand: object
     """What the call is made from: None for the action itself, or a task that it started."""
-    abandoned: bool = False
-    """Whether the action cancelled it in this run."""
 
 
 class Journal:
@@ -65,6 +63,7 @@ class Journal:
         self._unannounced: dict[int, CallState] = {}
         self._pending_failures: dict[int, Call] = {}
         self._raised: list[tuple[CallState, BaseException]] = []
+        self._cancelled: set[int] = set()
         self._abandoned: list[CallState] = []
         self.calls_begun = 0
         """How many calls the action has begun, in this run."""
@@ -139,7 +138,7 @@ class Journal:
         if call.state.status is _ABANDONED:
             self._abandoned.append(call.state)  # on record, and so again
             return
-        call.abandoned = True
+        self._cancelled.add(call.state.number)
         self._pending_failures[call.state.number] = call
 
     def slept(self, call: Call) -> None:
@@ -178,7 +177,7 @@ class Journal:
         pending, self._pending_failures = self._pending_failures, {}
         self._reopen()
         left = {id(error) for error in _origins(failure)}
-        for state in [call.state for call in pending.values() if not call.abandoned] + [
+        for state in [call.state for call in pending.values() if call.state.number not in self._cancelled] + [
             state for state, error in self._raised if state.unsure and id(error) in left
         ]:
             if state.status in (_REQUESTED, _COMPLETED) or state.failures:
@@ -191,13 +190,11 @@ class Journal:
     def _reopen(self) -> None:
         """An exception left the action, and with it perhaps the reason why it abandoned calls."""
         for state in self._abandoned:
-            if not state.unsure:
+            if not state.unsure or state.order is None:
                 continue
-            if state.abandoned_from is _COMPLETED:
-                body = new_body("completed") | {"call": state.number}
+            if state.order.abandoned_from is _COMPLETED:
+                body = new_body("completed") | {"call": state.number, "order": state.order.tree}
                 body |= {"result": state.result} if state.error is None else {"error": state.error}
-                if state.order is not None:
-                    body["order"] = state.order.tree
                 self._emit(body)
                 state.status = _COMPLETED
             else:
@@ -230,7 +227,7 @@ class Journal:
         pending, self._pending_failures = self._pending_failures, {}
         for call in pending.values():
             call.state.unsure = strand is not None and strand is not call.strand
-            if call.abandoned:
+            if call.state.number in self._cancelled:
                 self._record_abandoned(call.state)
                 continue
             body = self._outcome(call.state)
@@ -246,12 +243,12 @@ class Journal:
             body = _request("abandoned", state)
         else:
             body = new_body("abandoned") | {"call": state.number}
-        if state.order is not None:
-            body["order"] = state.order.tree
+        assert state.order is not None
+        body["order"] = state.order.tree
         if state.unsure:
             body["unsure"] = True
         self._emit(body)
-        state.abandoned_from, state.status = state.status, _ABANDONED
+        state.order.abandoned_from, state.status = state.status, _ABANDONED
         self._abandoned.append(state)
 
     def out_of_order(self, state: CallState, what: str) -> DivergenceError:

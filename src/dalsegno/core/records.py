@@ -78,6 +78,8 @@ class Order:
     """How many calls the action had begun by then."""
     after: int
     """Milliseconds since the action was begun."""
+    abandoned_from: CallStatus | None = None
+    """Of an abandoned call: what it was before."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -112,8 +114,6 @@ class CallState:
     """When the next attempt is due, if the last one failed and is to be tried again."""
     order: Order | None = None
     """Where its outcome stands, if other calls were in flight when it came; where it stood, if it was taken back."""
-    abandoned_from: CallStatus | None = None
-    """What the call was when the action abandoned it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +274,12 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
         call.error, call.unsure = body["error"], body.get("unsure", False)
     elif kind in ("completed", "called"):
         call.result, call.error = body["result"], None
-    elif kind == "abandoned":
-        call.abandoned_from, call.unsure = before, body.get("unsure", False)
     if "order" in body or kind in ("abandoned", "slept"):
         call.order = _order(*body["order"])
     elif kind in ("completed", "called"):
         call.order = None
+    if kind == "abandoned" and call.order is not None:
+        call.order.abandoned_from, call.unsure = before, body.get("unsure", False)
     return call
 
 

@@ -520,7 +520,8 @@ class ActionTask:
         call = await self._match(name, digest, arguments, keywords)
         if begun is not None:
             begun.append(call)
-        if call.state.status is _COMPLETED or call.state.status is _ABANDONED:
+        status = call.state.status
+        if status is not _NEW and (status is _COMPLETED or status is _ABANDONED):
             if call.state.order is not None:
                 await self._in_turn(call)
             return self._replayed(call)
@@ -528,7 +529,7 @@ class ActionTask:
             outcome = await self._perform(call, function, callee, options)
         else:
             outcome = await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
-        if call.state.order is not None:
+        if self._overlapping:
             await self._in_turn(call)
         return outcome
 
@@ -558,14 +559,15 @@ class ActionTask:
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
             value = self._completed(call, decided.value, "signal")
-            if state.order is not None:
+            if self._overlapping:
                 await self._in_turn(call)
             return value
         self.until = decisions.wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
             late = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
-            await self._deliver_failure(call)
+            if self._overlapping:
+                await self._deliver_failure(call)
             raise late
         self.park = Park.because(f"{self}: waits for the signal {name!r}", "waiting", state.number)
         return await self._stop_with(SetAside())
@@ -614,9 +616,11 @@ class ActionTask:
             strand=None if sequential else strand,
         )
         self._last_sequential = sequential
-        self._overlapping = concurrent or self._pausing > 0
-        if self._overlapping or call.state.order is not None:
+        if concurrent or self._pausing or call.state.order is not None:
+            self._overlapping = True
             self._delivery().begin(call.state)
+        else:
+            self._overlapping = False
         return call
 
     async def _perform_in_attempts(
@@ -686,7 +690,7 @@ class ActionTask:
             await self._stop_with(verdict)
         if failure is None:
             return _AGAIN
-        if call.state.order is not None:
+        if self._overlapping:
             await self._deliver_failure(call)
         raise failure from failure.__cause__  # here, where nothing is being handled that would become its context
 
@@ -764,16 +768,16 @@ class ActionTask:
         return self._completed(call, tree)
 
     def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
-        """What the action gets, when its turn has come, see `_in_turn`, if the call has an order by now."""
-        if self._overlapping or call.state.order is not None:
+        """What the action gets; if calls overlap, when its turn has come, see `_in_turn`."""
+        if self._overlapping:
             self._arrived(call)
         self._journal.complete(call, tree, by)
         return codec.from_tree(tree)
 
     def _failed(self, call: Call, error: Exception) -> Exception:
-        """What the action gets, after `_deliver_failure`, if the call has an order by now."""
+        """What the action gets; if calls overlap, after `_deliver_failure`."""
         tree = codec.encode_exception(error)
-        if self._overlapping or call.state.order is not None:
+        if self._overlapping:
             self._arrived(call)
             call.state.error = tree
         else:
