@@ -445,31 +445,39 @@ def program(strands: list[list[Step]]) -> Race:
         news: asyncio.Queue[tuple[int, Step | None]] = asyncio.Queue()
 
         async def strand(number: int) -> None:
-            try:
-                for step in strands[number]:
-                    try:
-                        seen.append((number, await racer.ask(ctx, step.what, step.effect)))
-                    except KeyError:
-                        seen.append((number, "failed"))
-                    news.put_nowait((number, step))
-            finally:
-                news.put_nowait((number, None))
+            for step in strands[number]:
+                try:
+                    seen.append((number, await racer.ask(ctx, step.what, step.effect)))
+                except KeyError:
+                    seen.append((number, "failed"))
+                news.put_nowait((number, step))
 
-        later = list(range(2, len(strands)))
-        running = {number: asyncio.create_task(strand(number)) for number in range(2)}
-        while running:
-            number, step = await news.get()
-            seen.append((number, step and step.then, news.qsize()))
-            if step is None:
-                running.pop(number)
-            elif step.then == "start" and later:
-                running[later[0]] = asyncio.create_task(strand(later.pop(0)))
-            elif step.then == "cancel":
-                max(running.items())[1].cancel()
-            elif step.then == "decide":
-                await decide(ctx, racer, seen)
-            elif step.then == "sleep":
-                await ctx.sleep(0.001)
+        def start(number: int) -> None:
+            running[number] = asyncio.create_task(strand(number))
+            running[number].add_done_callback(lambda task: news.put_nowait((number, None)))
+
+        running: dict[int, asyncio.Task[None]] = {}
+        later = iter(range(2, len(strands)))
+        start(0)
+        start(1)
+        try:
+            while running:
+                number, step = await news.get()
+                seen.append((number, step and step.then, news.qsize()))
+                if step is None:
+                    running.pop(number)
+                elif step.then == "start":
+                    for another in itertools.islice(later, 1):
+                        start(another)
+                elif step.then == "cancel":
+                    max(running.items())[1].cancel()
+                elif step.then == "decide":
+                    await decide(ctx, racer, seen)
+                elif step.then == "sleep":
+                    await ctx.sleep(0.001)
+        finally:
+            for task in running.values():
+                task.cancel()
 
     return race
 

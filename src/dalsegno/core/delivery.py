@@ -13,7 +13,7 @@ has its place as well: what came later waits until the action abandons it again.
 
 What cannot come in its order, as when the code no longer begins a call, is found after a bounded time.
 
-A call that is awaited while no other one is in flight has nothing to do with any of this.
+A call that is made and awaited while the action does nothing else has nothing to do with any of this.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Delivery:
         self._poll_handle: asyncio.Handle | None = None
         self._polls = 0
         self._made_again: set[int] = set()
+        self._lonely: CallState | None = None
         self._closed = False
 
     @property
@@ -74,8 +75,14 @@ class Delivery:
         """Whether recorded outcomes have not reached the action yet."""
         return bool(self._due) and self._due[0].key <= self._end_of_record
 
-    def begin(self, state: CallState) -> None:
-        """The action began the call."""
+    @property
+    def stirred(self) -> bool:
+        """Whether the action is not quiet."""
+        return self._quiet_in > 0
+
+    def begin(self, state: CallState, beside: bool) -> None:
+        """The action began the call; *beside* says whether others may be in flight."""
+        self._lonely = None if beside else state
         if state.order is not None and state.status not in _FINAL:
             self._made_again.add(state.number)
         self.stir()
@@ -168,7 +175,9 @@ class Delivery:
             for order in turn:
                 if not self._waiting[order].done():
                     self._waiting[order].set_result(None)
-            self.stir()
+            # What else goes on in the action than what waited for this call was quiet before, and still is.
+            if self._calls[turn[0]] is not self._lonely:
+                self.stir()
         elif self._waiting and self._poll_handle is None:
             seconds = _POLL_SECONDS if self._polls < _POLLS else _SLOW_POLL_SECONDS
             self._poll_handle = self._loop.call_later(seconds, self._poll)

@@ -176,7 +176,7 @@ class ActionTask:
     _pausing = 0
     _callee_owners: dict[str, object] | None = None
     _overlapping = False
-    """Whether calls are in flight together, or may be."""
+    """Whether calls are in flight together, or were a moment ago."""
     _begun_at = 0.0
     _order: Delivery | None = None
     _abandoned: list[Call] | None = None
@@ -616,9 +616,10 @@ class ActionTask:
             strand=None if sequential else strand,
         )
         self._last_sequential = sequential
-        if concurrent or self._pausing or call.state.order is not None:
+        beside = concurrent or self._pausing > 0
+        if beside or call.state.order is not None or (self._order is not None and self._order.stirred):
             self._overlapping = True
-            self._delivery().begin(call.state)
+            self._delivery().begin(call.state, beside)
         else:
             self._overlapping = False
         return call
