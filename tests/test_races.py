@@ -465,7 +465,7 @@ def program(strands: list[list[Step]]) -> Race:
                 number, step = await news.get()
                 seen.append((number, step and step.then, news.qsize()))
                 if step is None:
-                    running.pop(number)
+                    del running[number]
                 elif step.then == "start":
                     for another in itertools.islice(later, 1):
                         start(another)

@@ -3,13 +3,14 @@
 An action can only tell which of its calls ended first by the order in which their outcomes reach it. So that it sees
 the same in a replay, where recorded outcomes are there at once, it gets them by one rule, in the first run too:
 
-- An outcome waits until the action has been *quiet*: for some turns of the event loop it has begun no call, abandoned
-  none and been given no outcome. By then it has done what it does about the last one.
+- An outcome waits until the action has been *quiet*: for some turns of the event loop it has begun no call and been
+  given no outcome. By then it has done what it does about the last one.
 - All that has come by then is given to it in one turn.
 
 Each turn, and how many calls had begun by then, is recorded (`Order`). A replay gives the recorded turns one after the
-other, each when as many calls have begun; what is not on record comes after them. A call that the action abandoned
-has its place as well: what came later waits until the action abandons it again.
+other, each when as many calls have begun; what is not on record comes after them. That a call was cancelled reaches the
+action in the same way, so how long a callee takes to end makes no difference. In a replay a call that the action
+abandoned waits until it is cancelled again, and what came later waits for that.
 
 What cannot come in its order, as when the code no longer begins a call, is found after a bounded time.
 
@@ -54,13 +55,14 @@ class Delivery:
         self._calls = {state.order: state for state in recorded if state.order is not None}
         known = sorted(self._calls, key=_key)
         self._end_of_record = known[-1].key if known else (-1, -1)
-        self._turn = max((order.turn + order.turn % 2 for order in known), default=0)
+        self._turn = max((order.turn for order in known), default=0)
         self._position = max((order.position for order in known), default=-1)
         # In order, what has not reached the action yet and what comes later waits for. What is made once more keeps its
         # place, but nothing waits for it, as it may come only because of what is later.
         self._due = [order for order in known if self._calls[order].status in _FINAL]
         self._last = (-1, -1)
         self._waiting: dict[Order, asyncio.Future[None]] = {}
+        self._pending: dict[Order, asyncio.Future[None]] = {}
         self._quiet_in = 0
         self._ticks = 0
         self._tick_handle: asyncio.Handle | None = None
@@ -102,41 +104,45 @@ class Delivery:
         """There is an outcome of a call that was made in this run: gives it its place, then `turn` waits for that."""
         self._made_again.discard(state.number)
         if state.order is None or state.order.key <= self._last:
-            state.order = self._order(self._turn + 2)
+            self._position += 1
+            key = self._turn + 1, self._position
         else:
-            state.order = Order(*state.order.key, self._journal.calls_begun, self._elapsed())
+            key = state.order.key
+        state.order = Order(*key, self._journal.calls_begun, self._elapsed())
         self._calls[state.order] = state
-        if not self._due or self._due[-1].key < state.order.key:
+        if not self._due or self._due[-1].key < key:
             self._due.append(state.order)
         else:
             insort(self._due, state.order, key=_key)
 
     def abandon(self, state: CallState) -> None:
-        """The action cancelled the call, and its outcome, if there is one, will not reach it."""
-        self._made_again.discard(state.number)
-        if state.order in self._due:
-            self._due.remove(state.order)
-        if state.status is not CallStatus.ABANDONED:
-            state.order = self._order(self._turn + 1)
-        self.stir()
+        """The action cancelled the call: like `arrive`, but an outcome that has not reached the action is replaced."""
+        if state.order not in self._due:
+            self.arrive(state)
 
     async def turn(self, state: CallState) -> None:
         """Return when the outcome's turn has come, or at once after `close`.
 
         Raises `DivergenceError` if the outcomes cannot come in the recorded order any more.
         """
-        order = state.order
+        await self._wait(state.order, self._waiting)
+
+    async def until_cancelled(self, state: CallState) -> None:
+        """Wait as a call does that the action abandoned in an earlier run; returns and raises as `turn` does."""
+        await self._wait(state.order, self._pending)
+
+    async def _wait(self, order: Order | None, waiting: dict[Order, asyncio.Future[None]]) -> None:
         if order is None or self._closed:
             return
-        future = self._waiting[order] = self._loop.create_future()
+        future = waiting[order] = self._loop.create_future()
         try:
-            if not self._quiet_in and self._tick_handle is None:
+            if not self._quiet_in and self._poll_handle is None:
                 self._look()
             if not future.done():
                 await future
             future.result()
         finally:
-            self._waiting.pop(order, None)
+            waiting.pop(order, None)
 
     def close(self) -> None:
         """Nothing is kept back any more, because the action must not go on, or has ended."""
@@ -144,13 +150,9 @@ class Delivery:
         for handle in (self._tick_handle, self._poll_handle):
             if handle is not None:
                 handle.cancel()
-        for future in self._waiting.values():
+        for future in (*self._waiting.values(), *self._pending.values()):
             if not future.done():
                 future.set_result(None)
-
-    def _order(self, turn: int) -> Order:
-        self._position += 1
-        return Order(turn, self._position, self._journal.calls_begun, self._elapsed())
 
     def _elapsed(self) -> int:
         return int((self._loop.time() - self._begun_at) * 1000)
@@ -178,7 +180,7 @@ class Delivery:
             # What else goes on in the action than what waited for this call was quiet before, and still is.
             if self._calls[turn[0]] is not self._lonely:
                 self.stir()
-        elif self._waiting and self._poll_handle is None:
+        elif (self._waiting or self._pending) and self._poll_handle is None:
             seconds = _POLL_SECONDS if self._polls < _POLLS else _SLOW_POLL_SECONDS
             self._poll_handle = self._loop.call_later(seconds, self._poll)
 
@@ -188,15 +190,12 @@ class Delivery:
             return []
         turn: list[Order] = []
         for order in self._due:
-            if order.turn != self._due[0].turn or self._is_abandoned(order):
+            if order.turn != self._due[0].turn:
                 break
             if order not in self._waiting:
                 return []
             turn.append(order)
         return turn
-
-    def _is_abandoned(self, order: Order) -> bool:
-        return self._calls[order].status is CallStatus.ABANDONED
 
     def _poll(self) -> None:
         self._poll_handle = None
@@ -209,17 +208,16 @@ class Delivery:
             self._look()
 
     def _give_up(self, next_one: Order) -> None:
-        state = self._calls[next_one]
-        if self._is_abandoned(next_one) and next_one in self._waiting:
+        if next_one in self._pending:
             what = "which the action cancelled in the earlier run, but now goes on waiting for"
         elif next_one not in self._waiting:
             what = "which the action has not begun"
         else:
             begun = self._journal.calls_begun
             what = f"whose outcome came when {next_one.begun} calls had begun, but now only {begun} have"
-        for future in self._waiting.values():
+        for future in (*self._waiting.values(), *self._pending.values()):
             if not future.done():
-                future.set_exception(self._journal.out_of_order(state, what))
+                future.set_exception(self._journal.out_of_order(self._calls[next_one], what))
 
 
 _FINAL = (CallStatus.COMPLETED, CallStatus.ABANDONED)

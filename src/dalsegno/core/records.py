@@ -71,7 +71,7 @@ class Order:
     """Where an outcome stands among those of its action task that came while other calls were in flight."""
 
     turn: int
-    """Outcomes of the same turn reached the action together. Of an abandoned call it is odd, of the others even."""
+    """Outcomes of the same turn reached the action together."""
     position: int
     """Tells those of one turn apart."""
     begun: int

@@ -423,7 +423,7 @@ class ActionTask:
         except StoreError as error:
             await self._stop_with(error)
         except asyncio.CancelledError:
-            self._abandon(call)
+            await self._abandon(call)
             raise
         halt = self._halt()
         if halt is not None:
@@ -683,7 +683,7 @@ class ActionTask:
         except _Unrecordable as error:
             verdict = error.reason
         except asyncio.CancelledError:
-            self._abandon(call)
+            await self._abandon(call)
             raise
         finally:
             self._leave()
@@ -715,40 +715,45 @@ class ActionTask:
             self._delivery().arrive(call.state)
 
     async def _in_turn(self, call: Call) -> None:
-        """Return when it is the turn of the call's outcome."""
+        """Return when it is the turn of the call's outcome; of one that the action abandoned, never."""
         verdict: Exception | None = None
         self._in_flight += 1
         try:
-            await self._delivery().turn(call.state)
+            if call.state.status is _ABANDONED:
+                await self._delivery().until_cancelled(call.state)
+                verdict = self._halt() or Stopped()
+            else:
+                await self._delivery().turn(call.state)
         except DivergenceError as error:
             verdict = error
         except asyncio.CancelledError:
-            self._abandon(call)
+            await self._abandon(call)
             raise
         finally:
             self._leave()
-        verdict = verdict or self._halt_of_turn(call)
+        verdict = verdict or self._verdict
         if verdict is not None:
             await self._stop_with(verdict)
-
-    def _halt_of_turn(self, call: Call) -> Exception | None:
-        """Why a call that was waiting for its turn must not go on."""
-        if call.state.status is _ABANDONED:
-            return self._halt() or Stopped()
-        return self._verdict
 
     async def _deliver_failure(self, call: Call) -> None:
         await self._in_turn(call)
         self._journal.fail(call, call.state.error)
 
-    def _abandon(self, call: Call) -> None:
+    async def _abandon(self, call: Call) -> None:
         """The call is cancelled. If the action did that, and not the runner, it is recorded when the action goes on."""
-        if not self._spec.is_async or self._halt() is not None or not _is_being_cancelled():
+        if not self._spec.is_async or self._environment.cancelled or self._halt() or not _is_being_cancelled():
             return
         self._delivery().abandon(call.state)
-        self._environment.counters.replayed += call.state.status is _ABANDONED
         if call.state.status is not _COMPLETED:
             call.state.error = None
+        if not self._ended:
+            try:
+                await self._delivery().turn(call.state)
+            except DivergenceError as error:
+                self._verdict = self._verdict or error
+            except asyncio.CancelledError:
+                pass  # cancelled once more: at once, then
+        self._environment.counters.replayed += call.state.status is _ABANDONED
         self._abandoned = self._abandoned or []
         self._abandoned.append(call)
 
