@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -21,13 +22,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno import DidNotHappen, LocalRunner, RetryPolicy, RunnerContext
+from dalsegno import DidNotHappen, RetryPolicy, RunnerContext, RunReport
 from dalsegno.core import codec
-from dalsegno.core.records import Record
+from dalsegno.core.decisions import WAIT, Signalled
+from dalsegno.core.records import Record, dump_body, fold
 from dalsegno.core.transitions import CallStatus
-from dalsegno.errors import ActionError, DivergenceError
-from dalsegno.stores.base import TaskActionStore
-from dalsegno.stores.memory import MemoryStore
+from dalsegno.errors import ActionError, DivergenceError, RecordError
+from dalsegno.inspect.views import message_json
+from dalsegno.stores.base import Decision, TaskActionStore
 from tests.helpers import STORES, Scripted, SpyStore, World, crashed, for_ever, run
 
 LONG = 60
@@ -413,6 +415,363 @@ def test_a_race_goes_on_after_a_crash_at_any_record(
         folder = tmp_path / str(most)
         folder.mkdir()
         check_replay(World(STORES[most % 2], folder), race, live, again, most)
+
+
+# --- what is on record ----------------------------------------------------------------------------------------------
+
+
+def scripted(body: Any, racer: Racer) -> Scripted:
+    async def act(value: Any, ctx: RunnerContext) -> Any:
+        return await body(ctx, racer)
+
+    return Scripted(act)
+
+
+def orders(store: SpyStore) -> dict[str, list[int] | None]:
+    """The order of each outcome, by what was called."""
+    names: dict[int, str] = {}
+    found: dict[str, list[int] | None] = {}
+    for body in store.bodies():
+        if "args" in body:
+            names[body["call"]] = str(*codec.from_tree(body["args"]))
+        if {"result", "error"} & set(body) or body["kind"] == "abandoned":
+            found[names[body["call"]]] = body.get("order")
+    return found
+
+
+def test_calls_that_are_awaited_one_after_the_other_have_no_order(world: World) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> None:
+        for effect in ("read", "idempotent", "once"):
+            await racer.ask(ctx, effect, effect)
+
+    store = world.store()
+    run(world.runner(scripted(body, racers({})), store=store), [1])
+    assert orders(store) == {"read": None, "idempotent": None, "once": None}
+
+
+def test_outcomes_that_reached_the_action_together_say_so(world: World) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> None:
+        await asyncio.gather(*(racer.ask(ctx, what) for what in "abc"))
+        await racer.ask(ctx, "alone, a moment later")
+        await racer.ask(ctx, "alone")
+
+    store = world.store()
+    run(world.runner(scripted(body, racers({"c": 4 * LONG})), store=store), [1])
+    found = orders(store)
+    assert found.pop("alone") is None
+    turns = {what: order and order[:3] for what, order in found.items()}
+    assert turns == {"a": [1, 0, 1], "b": [1, 1, 2], "c": [2, 2, 3], "alone, a moment later": [3, 3, 4]}
+
+
+def test_the_first_call_of_the_action_is_in_the_order_if_another_one_began_beside_it(world: World) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> None:
+        beside = asyncio.create_task(racer.ask(ctx, "beside"))
+        await racer.ask(ctx, "first", "idempotent")
+        await beside
+
+    store = world.store()
+    run(world.runner(scripted(body, racers({"first": LONG})), store=store), [1])
+    found = orders(store)
+    assert [found[what] and found[what][:3] for what in ("beside", "first")] == [[1, 0, 2], [2, 1, 2]]  # type: ignore[index]
+
+
+def without_order(records: Sequence[Record]) -> list[Record]:
+    """As a release wrote them that knew of no order."""
+    bodies = [{k: v for k, v in json.loads(record.body).items() if k != "order"} for record in records]
+    return [record._replace(body=dump_body(body)) for record, body in zip(records, bodies, strict=True)]
+
+
+@pytest.mark.parametrize("race", [as_they_complete, limited, in_time, beside_the_action, failures_in_order, nested])
+def test_records_without_an_order_replay_as_ever(race: Race, tmp_path: Path) -> None:
+    """At once, as each call begins; what the action does not look at, it need not see in order."""
+    racer = racers(FORTH)
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        seen: list[Any] = []
+        await race(ctx, racer, seen)
+        await racer.ask(ctx, "end")
+        return len(seen)
+
+    agent = Scripted(body)
+    first, second = World("memory", tmp_path / "1"), World("memory", tmp_path / "2")
+    for world in (first, second):
+        world.folder.mkdir()
+        run(world.runner(agent), [], world.out)
+    store = cut_off(first, agent)
+    records = [record for batch in store.batches for record in batch]
+    second.add_records(without_order(records))
+    made = len(racer.made)
+    run(second.runner(agent), [1], second.out)
+    assert len(racer.made) == made
+    assert len(second.outputs()) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kind": "abandoned", "call": 0},
+        {"kind": "abandoned", "call": 0, "order": [1, 0, 1]},
+        {"kind": "completed", "call": 0, "result": 1, "order": [1, 0, -1, 0]},
+        {"kind": "completed", "call": 0, "result": 1, "order": [1, 0, True, 0]},
+        {"kind": "completed", "call": 0, "result": 1, "order": None},
+        {"kind": "slept", "call": 0, "order": [1, 0, 1, 0]},
+        {"kind": "reopened", "call": 0},
+    ],
+)
+def test_an_order_that_is_none_is_damage(body: dict[str, Any]) -> None:
+    header = {"action": "act", "event": "InputEvent", "sender": "", "index": 0, "content": "c"}
+    request = {
+        "v": 1,
+        "kind": "requested",
+        "task": header,
+        "call": 0,
+        "name": "x",
+        "args_digest": "d",
+        "effect": "once",
+    }
+    records = [Record(b"1", "0", "t", dump_body(each)) for each in (request | {"args": []}, {"v": 1} | body)]
+    with pytest.raises(RecordError):
+        fold(records)
+
+
+# --- abandoned calls ------------------------------------------------------------------------------------------------
+
+
+def test_an_abandoned_call_is_shown_as_such_and_asks_nobody_anything(world: World) -> None:
+    racer = racers({})
+    store = cut_off(world, racing(first_wins, racer))
+    records = [record for batch in store.batches for record in batch]
+    shown = message_json(b"null", "0", records, [])
+    assert (shown["state"], shown["questions"]) == ("in-flight", [])
+    assert {call["status"] for call in shown["tasks"][0]["calls"]} <= {"completed", "abandoned"}
+
+
+def slow_with_a_limit(limit: float | None) -> Any:
+    async def body(ctx: RunnerContext, racer: Racer) -> str:
+        try:
+            async with asyncio.timeout(limit):
+                await racer.ask(ctx, "slow", "once")
+        except TimeoutError:
+            pass
+        await racer.ask(ctx, "after", "idempotent")
+        return "late"
+
+    return body
+
+
+def test_an_abandoned_call_that_is_no_longer_cancelled_is_a_divergence(world: World) -> None:
+    racer = racers({})
+    cut_off(world, scripted(slow_with_a_limit(0.01), racer))
+    with pytest.raises(DivergenceError) as caught:
+        run(world.runner(scripted(slow_with_a_limit(None), racer)), [1], world.out)
+    message = str(caught.value)
+    for part in ("job 'job', key None, message '0', action 'act'", "Racer.call('slow')", "now goes on waiting for"):
+        assert part in message
+    assert racer.made == ["call ['slow']", "call ['after']"]
+    run(world.runner(scripted(slow_with_a_limit(0.01), racer)), [1], world.out)
+    assert world.outputs() == ["late"]
+
+
+def test_a_stop_does_not_wait_until_an_abandoned_call_is_cancelled_again(world: World) -> None:
+    racer = racers({})
+    cut_off(world, scripted(slow_with_a_limit(0.01), racer))
+    started = asyncio.Event()
+
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        started.set()
+        return await slow_with_a_limit(None)(ctx, racer)
+
+    async def main() -> RunReport:
+        runner = world.runner(scripted(body, racer))
+        running = asyncio.create_task(runner.run_async([1], world.out))
+        await started.wait()
+        runner.stop()
+        return await running
+
+    assert asyncio.run(main()).stopped_by == "stop()"
+    assert world.outputs() == []
+
+
+@pytest.mark.parametrize("effect", ["read", "idempotent", "once"])
+def test_what_a_failing_group_cancelled_is_tried_again_if_the_failure_left_the_action(
+    world: World, effect: Any
+) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(racer.ask(ctx, what, effect)) for what in ("slow", "fails")]
+        return [task.result() for task in tasks]
+
+    racer = racers({"fails": LONG})
+    with pytest.raises(ActionError, match="TaskGroup"):
+        run(world.runner(scripted(body, racer)), [1], world.out)
+    racer.fails, racer.hangs = set(), set()
+    run(world.runner(scripted(body, racer)), [1], world.out)
+    assert Counter(racer.made) == {"call ['slow']": 2, "call ['fails']": 2}
+    assert world.outputs() == [["done slow", "done fails"]]
+
+
+@pytest.mark.parametrize("effect", ["read", "idempotent", "once"])
+@pytest.mark.parametrize("hangs", [True, False])
+def test_so_it_is_if_another_strand_went_on_before_the_failure_left_the_action(
+    world: World, effect: Any, hangs: bool
+) -> None:
+    """Then both are on record, unsure, and are taken back."""
+
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        cancelled = asyncio.Event()
+
+        async def slow() -> Any:
+            try:
+                return await racer.ask(ctx, "slow", effect)
+            finally:
+                cancelled.set()
+
+        async def beside() -> Any:
+            await cancelled.wait()
+            return await racer.ask(ctx, "beside", "idempotent")
+
+        after = asyncio.create_task(beside())
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(task) for task in (slow(), racer.ask(ctx, "fails", effect))]
+        finally:
+            await asyncio.wait([after])
+        return [task.result() for task in tasks]
+
+    racer = racers({"fails": LONG, "slow": 0 if hangs else 10 * LONG})
+    racer.hangs = {"slow"} if hangs else set()
+    store = world.store()
+    with pytest.raises(ActionError, match="TaskGroup"):
+        run(world.runner(scripted(body, racer), store=store), [1], world.out)
+    assert {"abandoned", "reopened"} <= set(store.kinds())
+    racer.fails, racer.hangs, racer.turns = set(), set(), {}
+    agent = scripted(body, racer)
+    cut_off(world, agent)
+    run(world.runner(agent), [1], world.out)
+    assert Counter(racer.made) == {"call ['slow']": 2, "call ['fails']": 2, "call ['beside']": 1}
+    assert world.outputs() == [["done slow", "done fails"]]
+
+
+@pytest.mark.parametrize("how", ["gather", "alone"])
+def test_what_the_runner_cancels_is_not_abandoned_even_if_the_action_cleans_up(world: World, how: str) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        try:
+            if how == "alone":
+                return [await racer.ask(ctx, "slow")]
+            return await asyncio.gather(racer.ask(ctx, "slow"), racer.ask(ctx, "a"))
+        finally:
+            await racer.ask(ctx, "clean up")
+
+    racer = racers({})
+    store = world.store()
+    run_until = lambda: any("slow" in what for what in racer.made)  # noqa: E731
+    crashed(world.runner(scripted(body, racer), store=store), [1], world.out, when=run_until)
+    assert "abandoned" not in store.kinds()
+    racer.hangs = set()
+    run(world.runner(scripted(body, racer)), [1], world.out)
+    assert world.outputs() == [["done slow", "done a"][: 1 + (how == "gather")]]
+
+
+def test_a_task_that_was_cancelled_before_it_began_is_no_call(world: World) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        async def strand() -> Any:
+            return await racer.ask(ctx, "never")
+
+        task = asyncio.create_task(strand())
+        task.cancel()
+        return await racer.ask(ctx, "a", "idempotent")
+
+    racer = racers({})
+    agent = scripted(body, racer)
+    cut_off(world, agent)
+    run(world.runner(agent), [1], world.out)
+    assert racer.made == ["call ['a']"]
+    assert world.outputs() == ["done a"]
+
+
+# --- code that changed ----------------------------------------------------------------------------------------------
+
+
+def race_of(names: str, more: str = "") -> Any:
+    """Calls side by side, and others when the first of them has ended."""
+
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        tasks = [asyncio.create_task(racer.ask(ctx, what, "idempotent"), name=what) for what in names]
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        first = sorted(task.get_name() for task in done)
+        await asyncio.gather(*left, *(racer.ask(ctx, what) for what in more))
+        await racer.ask(ctx, "end", "idempotent")
+        return first
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "part"),
+    [
+        (race_of("abc"), race_of("bc"), r"Racer.call\('a'\), which the action has not begun"),
+        (race_of("ab", "c"), race_of("ab"), r"Racer.call\('b'\), whose outcome came when 3 calls had begun, .* 2 have"),
+    ],
+)
+def test_code_that_no_longer_begins_a_call_gets_no_other_winner(
+    world: World, before: Any, after: Any, part: str
+) -> None:
+    racer = racers({"b": LONG, "c": 2 * LONG})
+    cut_off(world, scripted(before, racer))
+    made = list(racer.made)
+    with pytest.raises(DivergenceError, match=part) as caught:
+        run(world.runner(scripted(after, racer)), [1], world.out)
+    assert "job 'job', key None, message '0', action 'act': the code no longer fits the record" in str(caught.value)
+    assert racer.made == made
+    run(world.runner(scripted(before, racer)), [1], world.out)
+    assert world.outputs() == [["a"]]
+
+
+# --- waiting beside calls -------------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_a_signal_beside_calls_takes_its_place_among_them(world: World) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        seen: list[Any] = []
+        calls = [racer.ask(ctx, "a", "idempotent"), ctx.wait_for("go"), racer.ask(ctx, "b", "idempotent")]
+        await asyncio.gather(*(watched(call, seen) for call in calls))
+        await decide(ctx, racer, seen)
+        return seen
+
+    racer = racers({"b": LONG})
+    agent = scripted(body, racer)
+    assert [parked.why for parked in run(world.runner(agent), [1], world.out).parked] == ["waiting"]
+    ((state,),) = world.recorded().values()
+    number = next(call.number for call in state.calls.values() if call.name == WAIT)
+    answer = Signalled(state.task, number, "went")
+    with world.store().inspect() as inspector:
+        assert inspector.decide("job", Decision(state.key, state.message, answer.target, answer.body))
+    cut_off(world, agent)
+    made = len(racer.made)
+    racer.turns = {"a": LONG}
+    run(world.runner(agent), [1], world.out)
+    assert len(racer.made) == made
+    assert sorted(world.outputs()[0]) == ["done a", "done b", "went"]
+
+
+def test_a_sleep_that_is_over_after_the_restart_does_not_overtake_what_is_on_record(world: World) -> None:
+    async def body(ctx: RunnerContext, racer: Racer) -> Any:
+        seen: list[Any] = []
+        sleeping = asyncio.create_task(ctx.sleep(0.05))
+        asking = asyncio.create_task(watched(racer.ask(ctx, "a", "idempotent"), seen))
+        await asyncio.wait({sleeping, asking}, return_when=asyncio.FIRST_COMPLETED)
+        seen.append((sleeping.done(), asking.done()))
+        await sleeping
+        await racer.ask(ctx, "end", "idempotent")
+        return seen
+
+    racer = racers({})
+    agent = scripted(body, racer)
+    store = CutStore(world.store().inner, ALL)
+    crashed(world.runner(agent, store=store), [1], world.out, when=lambda: "completed" in store.kinds())
+    time.sleep(0.06)
+    run(world.runner(agent), [1], world.out)
+    assert world.outputs() == [["done a", [False, True]]]
 
 
 # --- any program ----------------------------------------------------------------------------------------------------

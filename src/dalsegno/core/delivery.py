@@ -20,6 +20,7 @@ A call that is made and awaited while the action does nothing else has nothing t
 from __future__ import annotations
 
 import asyncio
+import itertools
 from bisect import insort
 from collections.abc import Callable, Iterable
 
@@ -120,6 +121,12 @@ class Delivery:
         if state.order not in self._due:
             self.arrive(state)
 
+    def forget(self, state: CallState) -> None:
+        """The outcome will not reach the action, because that is being cancelled. What comes yet is of a later turn."""
+        if state.order is not None and state.order in self._due:
+            self._due.remove(state.order)
+            self._turn = max(self._turn, state.order.turn)
+
     async def turn(self, state: CallState) -> None:
         """Return when the outcome's turn has come, or at once after `close`.
 
@@ -186,38 +193,38 @@ class Delivery:
 
     def _next(self) -> list[Order]:
         """The outcomes of the next turn; none if it has not come."""
-        if not self._due or self._journal.calls_begun < self._due[0].begun:
-            return []
-        turn: list[Order] = []
-        for order in self._due:
-            if order.turn != self._due[0].turn:
-                break
-            if order not in self._waiting:
-                return []
-            turn.append(order)
-        return turn
+        turn = self._next_turn()
+        return [] if any(order not in self._waiting or self._is_early(order) for order in turn) else turn
+
+    def _next_turn(self) -> list[Order]:
+        return list(itertools.takewhile(lambda order: order.turn == self._due[0].turn, self._due))
+
+    def _is_early(self, order: Order) -> bool:
+        return self._journal.calls_begun < order.begun
 
     def _poll(self) -> None:
         self._poll_handle = None
         self._polls += not self._made_again
         if self._stopping():
             self.close()
-        elif self._due and self._polls > _POLLS + _POLLS // 10 + self._due[0].after / 1000 / _SLOW_POLL_SECONDS:
-            self._give_up(self._due[0])
+        elif self._due and self._polls > _POLLS + 10 + self._due[0].after / 1000 / _SLOW_POLL_SECONDS:
+            self._give_up(
+                next(order for order in self._next_turn() if order not in self._waiting or self._is_early(order))
+            )
         else:
             self._look()
 
-    def _give_up(self, next_one: Order) -> None:
-        if next_one in self._pending:
+    def _give_up(self, missing: Order) -> None:
+        if missing in self._pending:
             what = "which the action cancelled in the earlier run, but now goes on waiting for"
-        elif next_one not in self._waiting:
+        elif missing not in self._waiting:
             what = "which the action has not begun"
         else:
             begun = self._journal.calls_begun
-            what = f"whose outcome came when {next_one.begun} calls had begun, but now only {begun} have"
+            what = f"whose outcome came when {missing.begun} calls had begun, but now only {begun} have"
         for future in (*self._waiting.values(), *self._pending.values()):
             if not future.done():
-                future.set_exception(self._journal.out_of_order(self._calls[next_one], what))
+                future.set_exception(self._journal.out_of_order(self._calls[missing], what))
 
 
 _FINAL = (CallStatus.COMPLETED, CallStatus.ABANDONED)

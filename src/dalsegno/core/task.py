@@ -413,7 +413,10 @@ class ActionTask:
             await self._sleep_until(due, seconds, call)
         if self._overlapping or (self._order is not None and self._order.behind):
             self._delivery().arrive(call.state)
-            self._journal.slept(call)
+            try:
+                self._journal.slept(call)
+            except StoreError as error:
+                await self._stop_with(error)
             await self._in_turn(call)
 
     async def _sleep_until(self, due: datetime, seconds: float, call: Call) -> None:
@@ -741,18 +744,23 @@ class ActionTask:
 
     async def _abandon(self, call: Call) -> None:
         """The call is cancelled. If the action did that, and not the runner, it is recorded when the action goes on."""
-        if not self._spec.is_async or self._environment.cancelled or self._halt() or not _is_being_cancelled():
+        if not self._spec.is_async or self._environment.cancelled or self._verdict or not _is_being_cancelled():
+            if self._order is not None:
+                self._order.forget(call.state)
             return
         self._delivery().abandon(call.state)
         if call.state.status is not _COMPLETED:
             call.state.error = None
         if not self._ended:
+            self._in_flight += 1
             try:
                 await self._delivery().turn(call.state)
             except DivergenceError as error:
                 self._verdict = self._verdict or error
             except asyncio.CancelledError:
                 pass  # cancelled once more: at once, then
+            finally:
+                self._leave()
         self._environment.counters.replayed += call.state.status is _ABANDONED
         self._abandoned = self._abandoned or []
         self._abandoned.append(call)
