@@ -562,12 +562,13 @@ def slow_with_a_limit(limit: float | None) -> Any:
 def test_an_abandoned_call_that_is_no_longer_cancelled_is_a_divergence(world: World) -> None:
     racer = racers({})
     cut_off(world, scripted(slow_with_a_limit(0.01), racer))
+    made = list(racer.made)
     with pytest.raises(DivergenceError) as caught:
         run(world.runner(scripted(slow_with_a_limit(None), racer)), [1], world.out)
     message = str(caught.value)
     for part in ("job 'job', key None, message '0', action 'act'", "Racer.call('slow')", "now goes on waiting for"):
         assert part in message
-    assert racer.made == ["call ['slow']", "call ['after']"]
+    assert racer.made == made
     run(world.runner(scripted(slow_with_a_limit(0.01), racer)), [1], world.out)
     assert world.outputs() == ["late"]
 
