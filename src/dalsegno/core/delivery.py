@@ -74,7 +74,7 @@ class Delivery:
         self._closed = False
 
     @property
-    def behind(self) -> bool:
+    def _is_behind(self) -> bool:
         """Whether recorded outcomes have not reached the action yet."""
         return bool(self._due) and self._due[0].key <= self._end_of_record
 
@@ -90,6 +90,10 @@ class Delivery:
             self._made_again.add(state.number)
         self.stir()
 
+    def be_lonely(self, state: CallState) -> None:
+        """The action did nothing else while it waited for the call, so it stays quiet when that has ended."""
+        self._lonely = state
+
     def stir(self) -> None:
         """The action did something: it begins to be quiet from now on."""
         self._polls = 0
@@ -97,7 +101,7 @@ class Delivery:
             self._poll_handle.cancel()
             self._poll_handle = None
         if self._ticks < _LONGEST:
-            self._quiet_in = _QUIET_IN_REPLAY if self.behind else _QUIET
+            self._quiet_in = _QUIET_IN_REPLAY if self._is_behind else _QUIET
         if self._tick_handle is None and not self._closed:
             self._tick_handle = self._loop.call_soon(self._tick)
 

@@ -411,13 +411,14 @@ class ActionTask:
             return  # that it ended is on record
         if due > self._environment.clock():
             await self._sleep_until(due, seconds, call)
-        if self._overlapping or (self._order is not None and self._order.behind):
-            self._delivery().arrive(call.state)
-            try:
-                self._journal.slept(call)
-            except StoreError as error:
-                await self._stop_with(error)
-            await self._in_turn(call)
+        if not self._overlapping:
+            self._delivery().be_lonely(call.state)
+        self._delivery().arrive(call.state)
+        try:
+            self._journal.slept(call)
+        except StoreError as error:
+            await self._stop_with(error)
+        await self._in_turn(call)
 
     async def _sleep_until(self, due: datetime, seconds: float, call: Call) -> None:
         try:
@@ -758,7 +759,7 @@ class ActionTask:
             except DivergenceError as error:
                 self._verdict = self._verdict or error
             except asyncio.CancelledError:
-                pass  # cancelled once more: at once, then
+                self._delivery().forget(call.state)  # cancelled once more: at once, then
             finally:
                 self._leave()
         self._environment.counters.replayed += call.state.status is _ABANDONED
