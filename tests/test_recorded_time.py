@@ -72,9 +72,10 @@ def test_they_are_read_calls_with_names_of_their_own(world: World) -> None:
         await ctx.sleep(0)
 
     run(world.runner(Scripted(body), store=store), [1])
-    assert [(body["name"], body["effect"]) for body in store.bodies()[:-1]] == [
+    assert [(body["name"], body["effect"]) for body in store.bodies()[:-2]] == [
         (f"dalsegno.{what}", "read") for what in ("now", "random", "uuid", "sleep")
     ]
+    assert store.kinds() == ["called"] * 4 + ["slept", "done"]
 
 
 def test_the_clock_is_the_real_one_unless_a_test_sets_it(world: World) -> None:
