@@ -8,6 +8,7 @@ its last record, and the one after that must play back all of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -726,6 +727,28 @@ def test_code_that_no_longer_begins_a_call_gets_no_other_winner(
     assert racer.made == made
     run(world.runner(scripted(before, racer)), [1], world.out)
     assert world.outputs() == [["a"]]
+
+
+def test_changed_code_beside_a_call_that_waits_to_be_cancelled_is_named(world: World) -> None:
+    def body(what: str) -> Any:
+        async def slow(ctx: RunnerContext, racer: Racer) -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await racer.ask(ctx, "slow", "once")
+
+        async def act(ctx: RunnerContext, racer: Racer) -> None:
+            beside = asyncio.create_task(slow(ctx, racer))
+            await racer.ask(ctx, "a", "idempotent")
+            await beside
+            await racer.ask(ctx, what, "idempotent")
+            await racer.ask(ctx, "end", "idempotent")
+
+        return act
+
+    racer = racers({})
+    cut_off(world, scripted(body("b"), racer))
+    with pytest.raises(DivergenceError, match=r"Expected the recorded call .*'b'.*; found the call .*'c'"):
+        run(world.runner(scripted(body("c"), racer)), [1])
 
 
 # --- waiting beside calls -------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ class Delivery:
         return bool(self._due) and self._due[0].key <= self._end_of_record
 
     @property
+    def holds(self) -> bool:
+        """Whether calls wait for their turn."""
+        return bool(self._waiting or self._pending)
+
+    @property
     def stirred(self) -> bool:
         """Whether the action is not quiet."""
         return self._quiet_in > 0

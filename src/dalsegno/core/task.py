@@ -592,7 +592,8 @@ class ActionTask:
         """
         turn = 0
         while True:
-            await self._settle()
+            if self._order is None or not self._order.holds:  # what is held may come only when this call has begun
+                await self._settle()
             if turn == (_TURNS + _POLLS if self._journal.overlapping else _TURNS):
                 await self._stop_with(divergence)
             await asyncio.sleep(0 if turn < _TURNS else _POLL_SECONDS)
