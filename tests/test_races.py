@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -376,27 +375,31 @@ def settled(world: World) -> Counter[str]:
 
 
 def check_replay(
-    world: World, race: Race, live: dict[Any, int], again: dict[Any, int], most: int = ALL, racer: Racer | None = None
+    world: World,
+    race: Race,
+    live: dict[Any, int],
+    again: dict[Any, int],
+    cuts: Sequence[int] = (ALL,),
+    racer: Racer | None = None,
 ) -> None:
+    """Runs that are cut off, in turn with *live* and *again*, one that writes all, and one that only plays back."""
     racer = racer or racers(live)
     agent = racing(race, racer)
-    cut_off(world, agent, most)
-    known, made = settled(world), len(racer.made)
-    racer.turns = again
-    cut_off(world, agent)
-    again_made, now_known = Counter(racer.made[made:]), settled(world)
-    for what, count in again_made.items():
-        attempts = 2 if race is retried else 1
-        assert count <= attempts * (now_known[what] - known[what]), what
-    if most == ALL:
-        assert len(racer.made) == made
-        assert racer.seen[0] == racer.seen[1]
+    known: Counter[str] = Counter()
+    for most, turns in zip((*cuts, ALL), itertools.cycle((live, again)), strict=False):
+        racer.turns, made = turns, len(racer.made)
+        cut_off(world, agent, most)
+        known, before = settled(world), known
+        if most == ALL:
+            for what, count in Counter(racer.made[made:]).items():
+                attempts = 2 if race is retried else 1
+                assert count <= attempts * (known[what] - before[what]), f"{what} was on record"
     made = len(racer.made)
     racer.turns = live
     run(world.runner(agent), [1], world.out)
     assert len(racer.made) == made, "all of it is on record"
-    assert racer.seen[1] == racer.seen[2]
-    assert world.outputs() == [[str(one) for one in racer.seen[2]]]
+    assert racer.seen[-1] == racer.seen[-2]
+    assert world.outputs() == [[str(one) for one in racer.seen[-1]]]
 
 
 @pytest.mark.parametrize("race", RACES, ids=lambda race: race.__name__)
@@ -415,7 +418,7 @@ def test_a_race_goes_on_after_a_crash_at_any_record(
     for most in range(1, records_of(race, live, tmp_path) - 1):
         folder = tmp_path / str(most)
         folder.mkdir()
-        check_replay(World(STORES[most % 2], folder), race, live, again, most)
+        check_replay(World(STORES[most % 2], folder), race, live, again, [most])
 
 
 # --- what is on record ----------------------------------------------------------------------------------------------
@@ -674,12 +677,13 @@ def test_what_the_runner_cancels_is_not_abandoned_even_if_the_action_cleans_up(w
     assert world.outputs() == [["done slow", "done a"][: 1 + (how == "gather")]]
 
 
-def test_a_task_that_was_cancelled_before_it_began_is_no_call(world: World) -> None:
+@pytest.mark.parametrize("within", [True, False])
+def test_a_task_that_was_cancelled_before_it_began_is_no_call(world: World, within: bool) -> None:
     async def body(ctx: RunnerContext, racer: Racer) -> Any:
         async def strand() -> Any:
             return await racer.ask(ctx, "never")
 
-        task = asyncio.create_task(strand())
+        task = asyncio.create_task(strand() if within else racer.ask(ctx, "never"))
         task.cancel()
         return await racer.ask(ctx, "a", "idempotent")
 
@@ -809,6 +813,7 @@ class Step(NamedTuple):
     what: int
     effect: str
     then: str
+    side_by_side: int = 1
 
 
 steps = st.builds(
@@ -816,6 +821,7 @@ steps = st.builds(
     what=st.integers(0, 5),  # few, so that some are equal
     effect=st.sampled_from(["read", "idempotent", "once"]),
     then=st.sampled_from(["", "", "", "start", "cancel", "decide", "sleep"]),
+    side_by_side=st.sampled_from([1, 1, 2, 3]),
 )
 programs = st.lists(st.lists(steps, min_size=1, max_size=3), min_size=2, max_size=STRANDS)
 delays = st.dictionaries(st.integers(0, 5), st.sampled_from([0, 1, 2, 5, 15, 16, 17, 18, 40, 100]))
@@ -829,8 +835,9 @@ def program(strands: list[list[Step]]) -> Race:
 
         async def strand(number: int) -> None:
             for step in strands[number]:
+                calls = [racer.ask(ctx, step.what + n, step.effect) for n in range(step.side_by_side)]
                 try:
-                    seen.append((number, await racer.ask(ctx, step.what, step.effect)))
+                    seen.append((number, await (asyncio.gather(*calls) if len(calls) > 1 else calls[0])))
                 except KeyError:
                     seen.append((number, "failed"))
                 news.put_nowait((number, step))
@@ -865,15 +872,18 @@ def program(strands: list[list[Step]]) -> Race:
     return race
 
 
-@settings(max_examples=int(os.environ.get("RACES", "60")), deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    strands=programs, live=delays, again=delays, failing=st.sets(st.integers(0, 5), max_size=2), most=st.integers(0, 30)
+    strands=programs,
+    live=delays,
+    again=delays,
+    failing=st.sets(st.integers(0, 7), max_size=2),
+    cuts=st.lists(st.integers(0, 40), max_size=2),
 )
 def test_any_program_of_strands_replays(
-    strands: list[list[Step]], live: dict[Any, int], again: dict[Any, int], failing: set[int], most: int
+    strands: list[list[Step]], live: dict[Any, int], again: dict[Any, int], failing: set[int], cuts: list[int]
 ) -> None:
     with TemporaryDirectory() as folder:
-        world = World("memory", Path(folder))
         racer = racers(live)
         racer.fails |= failing
-        check_replay(world, program(strands), live, again, most or ALL, racer)
+        check_replay(World("memory", Path(folder)), program(strands), live, again, [*cuts, ALL], racer)

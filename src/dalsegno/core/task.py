@@ -207,7 +207,7 @@ class ActionTask:
         self._memory = memory
         self._sensory_memory = sensory
         self.sent: list[Any] = []
-        self._not_awaited: dict[int, str] = {}
+        self._not_awaited: dict[int, Coroutine[Any, Any, Any]] = {}
         self._begun_at = environment.loop.time()
         if recorded is not None and any(state.order is not None for state in recorded.calls.values()):
             self._delivery()
@@ -259,12 +259,7 @@ class ActionTask:
         if failure is not None:
             self._raise_failure(failure)
         if self._not_awaited:
-            self._raise_failure(
-                DefinitionError(
-                    f"durable_execute({next(iter(self._not_awaited.values()))}, ...) was never awaited, so it never "
-                    "ran: write await before it"
-                )
-            )
+            self._check_awaited()
         self._journal.check_complete()
         if self._abandoned:
             self._go_on()
@@ -314,6 +309,18 @@ class ActionTask:
         self._journal.leave_failed(failure)
         raise ActionError(f"{self}: {type(failure).__name__}: {failure}{raised_at(failure)}") from failure
 
+    def _check_awaited(self) -> None:
+        """Fail for calls that nobody awaited; one whose task was cancelled before it began is none of them."""
+        for coroutine in self._not_awaited.values():
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                name = inspect.getcoroutinelocals(coroutine)["name"]
+                coroutine.close()
+                self._raise_failure(
+                    DefinitionError(
+                        f"durable_execute({name}, ...) was never awaited, so it never ran: write await before it"
+                    )
+                )
+
     async def _settle(self) -> None:
         """Wait until the calls that are in flight are over and recorded."""
         while self._in_flight:
@@ -350,8 +357,9 @@ class ActionTask:
                 "ctx.durable_execute_sync(...), or declare the action with async def"
             )
         callee, name, token = self._prepare(function, args, kwargs, options)
-        self._not_awaited[token] = name
-        return self._call(function, callee, name, args, kwargs, options, token, begun)
+        coroutine = self._call(function, callee, name, args, kwargs, options, token, begun)
+        self._not_awaited[token] = coroutine
+        return coroutine
 
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
