@@ -834,6 +834,7 @@ def program(strands: list[list[Step]]) -> Race:
         news: asyncio.Queue[tuple[int, Step | None]] = asyncio.Queue()
 
         async def strand(number: int) -> None:
+            begun.add(number)
             for step in strands[number]:
                 calls = [racer.ask(ctx, step.what + n, step.effect) for n in range(step.side_by_side)]
                 try:
@@ -846,6 +847,7 @@ def program(strands: list[list[Step]]) -> Race:
             running[number] = asyncio.create_task(strand(number))
             running[number].add_done_callback(lambda task: news.put_nowait((number, None)))
 
+        begun: set[int] = set()
         running: dict[int, asyncio.Task[None]] = {}
         later = iter(range(2, len(strands)))
         start(0)
@@ -859,8 +861,8 @@ def program(strands: list[list[Step]]) -> Race:
                 elif step.then == "start":
                     for another in itertools.islice(later, 1):
                         start(another)
-                elif step.then == "cancel":
-                    max(running.items())[1].cancel()
+                elif step.then == "cancel" and begun & set(running):
+                    running[max(begun & set(running))].cancel()
                 elif step.then == "decide":
                     await decide(ctx, racer, seen)
                 elif step.then == "sleep":

@@ -259,7 +259,7 @@ class ActionTask:
         if failure is not None:
             self._raise_failure(failure)
         if self._not_awaited:
-            self._check_awaited()
+            await self._check_awaited()
         self._journal.check_complete()
         if self._abandoned:
             self._go_on()
@@ -309,12 +309,19 @@ class ActionTask:
         self._journal.leave_failed(failure)
         raise ActionError(f"{self}: {type(failure).__name__}: {failure}{raised_at(failure)}") from failure
 
-    def _check_awaited(self) -> None:
+    async def _check_awaited(self) -> None:
         """Fail for calls that nobody awaited; one whose task was cancelled before it began is none of them."""
-        for coroutine in self._not_awaited.values():
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                name = inspect.getcoroutinelocals(coroutine)["name"]
-                coroutine.close()
+        names = {
+            token: inspect.getcoroutinelocals(coroutine)["name"]
+            for token, coroutine in self._not_awaited.items()
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
+        }
+        await asyncio.sleep(0)  # so that a task that was cancelled just now is over
+        for token, name in names.items():
+            coroutine = self._not_awaited.get(token)
+            if coroutine is None or inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                if coroutine is not None:
+                    coroutine.close()
                 self._raise_failure(
                     DefinitionError(
                         f"durable_execute({name}, ...) was never awaited, so it never ran: write await before it"
