@@ -114,11 +114,11 @@ def test_a_call_in_doubt_that_nobody_can_tell_is_parked_and_not_made(world: Worl
 
     crash_in_call(world, tools, body, ["a"], "a")
     report = run(world.runner(Scripted(body)), ["a"], world.out)
+    assert tools.made == ["a"]
     (parked,) = report.parked
     assert "job 'job', key None, message '0', action 'act': the call tests.helpers:Tools.call was" in parked.reason
     assert "reconcile=" in parked.reason
     assert (parked.key, parked.message_id) == (None, "0")
-    assert tools.made == ["a"]
     assert world.outputs() == []
 
 

@@ -1019,7 +1019,7 @@ def test_changed_calls_are_found_before_anything_executes(
 
 def test_calls_removed_from_the_end_are_found(world: World, tools: Tools) -> None:
     in_flight(world, tools, "abc")
-    with pytest.raises(DivergenceError, match=r"the record has the call .*'c'.*the action ended without making it"):
+    with pytest.raises(DivergenceError, match=r"The record has the call .*'c'.*the action ended without making it"):
         run(world.runner(Scripted(sequence(tools, "ab"))), ["input"], world.out)
     assert world.outputs() == []
     run(world.runner(Scripted(sequence(tools, "abc"))), ["input"], world.out)
@@ -1116,7 +1116,7 @@ def two_steps(tools: Tools, *, first: str = "first", second: str | None = "secon
         ),
         ({"second": "due"}, r"Expected the recorded action 'second' for First; found the action 'due' for First"),
         ({"more": True}, r"Expected the recorded action 'second' for First; found the action 'extra' for InputEvent"),
-        ({"second": None}, r"an event First is recorded, but no action of the code handles it"),
+        ({"second": None}, r"An event First is recorded, but no action of the code handles it"),
     ],
 )
 def test_changed_actions_are_found_before_anything_executes(

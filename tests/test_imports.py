@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "dalsegno"
 
 _BASE = "errors registry effects events memory agent context cipher retry recorded"
-_ALL = f"{_BASE} core stores runners"
+_ALL = f"{_BASE} core stores operate runners"
 
 # What each part may import besides itself; "core.records" is that module alone, "dalsegno" the package's public names.
 ALLOWED = {
@@ -32,7 +32,8 @@ ALLOWED = {
         "recorded": "",
         "core": _BASE,
         "stores": "errors registry cipher core.records core.codec core.identity",
-        "runners": f"{_BASE} core stores",
+        "operate": f"{_BASE} core stores",
+        "runners": f"{_BASE} core stores operate",
         "flink": f"{_BASE} core stores",
         "integrations": f"dalsegno {_BASE} core",
         "testing": f"dalsegno {_ALL}",
@@ -161,7 +162,8 @@ def package(tmp_path: Path) -> Path:
         "context.py": "from .registry import register\n",
         "stores/__init__.py": "from .base import Store\n",
         "stores/base.py": "import sqlite3\nfrom dalsegno.core.records import A\nfrom dalsegno.core import records\n",
-        "runners/local.py": "import dalsegno.stores.base\nfrom dalsegno.core.executor import Executor\n",
+        "operate/decide.py": "from dalsegno.stores.base import Store\n",
+        "runners/local.py": "import dalsegno.operate.decide, dalsegno.stores.base\nimport dalsegno.core\n",
         "demo/__init__.py": "from dalsegno import LocalRunner\n",
         "inspect/cli.py": "from dalsegno.demo import run\n",
         "testing/__init__.py": "",
@@ -190,6 +192,7 @@ def test_the_checker_accepts_what_is_allowed(package: Path) -> None:
         ("stores/base.py", "def f():\n    import dalsegno.testing", "stores must not import testing"),
         ("runners/local.py", "from .. import demo", "runners must not import demo"),
         ("runners/local.py", "import_module('dalsegno.inspect.cli')", "runners must not import inspect.cli"),
+        ("operate/decide.py", "from dalsegno.runners.local import x", "operate must not import runners.local"),
         ("demo/__init__.py", "if TYPE_CHECKING:\n    from dalsegno.testing import x", "demo must not import testing"),
         ("core/records.py", "from time import monotonic", "core must not import time"),
         ("core/records.py", "import os.path", "core must not import os"),

@@ -25,12 +25,13 @@ from dalsegno.core.decisions import WAIT, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
 from dalsegno.inspect import cli, commands
-from dalsegno.inspect.views import Lens, call_id
+from dalsegno.operate.views import Lens, call_id
 from dalsegno.runners import pipeline
-from dalsegno.runners.local import default_store_path
 from dalsegno.stores.base import Decision
+from dalsegno.stores.default import default_store_path
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
+from dalsegno.stores.sqlite_inspector import SqliteInspector
 from dalsegno.testing.stores import ODD_KEYS, step
 from tests.helpers import PATIENCE, Scripted, Tools, crashed, run, until
 
@@ -333,6 +334,15 @@ def test_one_message_is_shown_in_full(dalsegno: Command) -> None:
     }
 
 
+def test_calls_that_changed_code_gave_up_are_shown_as_such(dalsegno: Command) -> None:
+    doubt = in_doubt()
+    record(doubt.step("given_up", calls=[0], before=2))
+    lines = dalsegno("show", JOB, "0").out.splitlines()
+    assert f"  {doubt.id(0)[:12]}  shop:ask  once, completed, given up" in lines
+    calls = dalsegno("show", JOB, "0", "--json").json["message"]["tasks"][0]["calls"]
+    assert [call.get("given_up") for call in calls] == [True, None]
+
+
 def test_one_call_is_shown_without_cuts(dalsegno: Command) -> None:
     long = Recorded("A", "0").call("called", 0, "f", "a" * 2000, result="b" * 2000)
     long.call("called", 1, "g", error=codec.encode_exception(ValueError("no")))
@@ -395,7 +405,7 @@ def test_a_message_whose_id_looks_like_a_call_is_the_message(dalsegno: Command) 
 
 def test_a_beginning_of_several_calls_is_ambiguous(dalsegno: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "dalsegno.inspect.lookup.call_id", lambda key, message, task, number: f"{'abcdef' * 3}{number:014x}"
+        "dalsegno.operate.lookup.call_id", lambda key, message, task, number: f"{'abcdef' * 3}{number:014x}"
     )
     record(in_doubt())
     shown = dalsegno("show", JOB, "abcdef")
@@ -891,6 +901,42 @@ def test_a_store_of_an_earlier_version_can_be_seen_and_asks_for_a_run(dalsegno: 
     shown = dalsegno("resolve", JOB, doubt.id(1), "--did-not-happen")
     assert shown.code == 1
     assert "run job 'shop' once with this version, then decide again" in shown.err
+
+
+def every_state() -> list[Recorded]:
+    """Messages of all states, and such whose payloads look like the end of one."""
+    done = Recorded("D", "10").call("called", 0, "f", result=1).step("done", last=True)
+    half_done = Recorded("E", "11").call("called", 0, "f", result=1).step("done")
+    taken_up = in_doubt("T", "12").call("requested", 1, "shop:charge", "T", attempt=2)
+    odd = Recorded("O", "13").call(
+        "called", 0, "parked", {"kind": "parked"}, "last", result={"kind": "done", "last": 1}
+    )
+    damaged = Recorded("B", "14").step("parked", reason="r", why="failed")
+    damaged.records.append(damaged.records[0]._replace(body=b'"parked"'))
+    return [in_doubt(), waiting(), failed(), done, half_done, taken_up, odd, damaged]
+
+
+def test_messages_in_flight_are_those_of_the_whole_list(dalsegno: Command) -> None:
+    record(*every_state())
+    whole = dalsegno("show", JOB, "--json").json["messages"]
+    assert len(whole) == 8
+    listed = dalsegno("show", JOB, "--state", "in-flight", "--json").json["messages"]
+    assert listed == [message for message in whole if message["state"] == "in-flight"]
+    assert [message["message"] for message in listed] == ["11", "12", "13"]
+
+
+def test_messages_in_flight_are_found_in_one_pass(dalsegno: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(*(failed(n, str(n)) for n in range(50)), *every_state())
+    looks: list[tuple[Any, ...]] = []
+    records = SqliteInspector.records
+
+    def counted(self: SqliteInspector, *args: Any) -> Iterator[Record]:
+        looks.append(args)
+        return records(self, *args)
+
+    monkeypatch.setattr(SqliteInspector, "records", counted)
+    assert dalsegno("show", JOB, "--state", "in-flight").code == 0
+    assert len(looks) <= 1 + 4  # all of it once, then those that may be, among them the damaged one
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from dalsegno.core.decisions import WAIT, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
 from dalsegno.errors import InspectError, RecordError
-from dalsegno.inspect.lookup import find_key, printable
 from dalsegno.inspect.redact import MARK, Redactor
-from dalsegno.inspect.views import Lens, MessageSummary, call_id, message_json, summarize, summary_json
+from dalsegno.operate.lookup import find_key, printable
+from dalsegno.operate.views import Lens, MessageSummary, call_id, message_json, summarize, summary_json
 from dalsegno.stores.base import Decision
 from dalsegno.testing.stores import ODD_KEYS, ODD_TEXTS
 

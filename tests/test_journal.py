@@ -111,7 +111,7 @@ def test_a_recorded_call_that_is_not_made_again_is_found_at_the_end(tape: Tape) 
         read(journal, what, what)
     again = tape.journal()
     begin(again, "a")
-    with pytest.raises(DivergenceError, match=r"the record has the call call\('b'\), but the action ended without"):
+    with pytest.raises(DivergenceError, match=r"The record has the call call\('b'\), but the action ended without"):
         again.check_complete()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import os
@@ -36,12 +37,12 @@ from dalsegno import (
 from dalsegno.core.records import Record
 from dalsegno.runners import pipeline
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
-from dalsegno.runners.local import file_name
 from dalsegno.runners.report import Progress
 from dalsegno.runners.sinks import JsonLinesSink
 from dalsegno.stores.base import Covered
+from dalsegno.stores.default import file_name
 from dalsegno.stores.memory import MemoryStore
-from tests.helpers import PATIENCE, Scripted, Tools, World, crash, crashed, run, until
+from tests.helpers import PATIENCE, Scripted, SpyStore, Tools, World, crash, crashed, run, until
 
 
 @pytest.fixture
@@ -903,6 +904,71 @@ def test_keys_that_were_forgotten_are_read_again_from_the_checkpoint(
     report = run(runner, slowly(), key="k")
     assert report.checkpoints > 2
     assert dict(runner.memories()) == {k: {"n": 5} for k in range(40)}
+
+
+async def checkpointed(store: SpyStore, records: Sequence[Any]) -> AsyncIterator[Any]:
+    """*records*; after each 1,500, all but the last 1,000 must have been covered before it goes on."""
+    for n, record in enumerate(records):
+        if n % 1_500 == 0:
+            await until(functools.partial(covers, store, n - 1_000))
+        yield record
+
+
+def covers(store: SpyStore, messages: int) -> bool:
+    return sum(len(covered.messages) for covered in store.pruned) > messages
+
+
+def test_many_finished_messages_bring_about_a_checkpoint_before_its_time(world: World) -> None:
+    store = world.store()
+    runner = world.runner(Scripted(echo), store=store, checkpoint_interval=3600)
+    report = run(runner, checkpointed(store, messages(4_501, 4_501)), key="k")
+    assert report.messages == 4_501
+    assert report.checkpoints >= 4  # one of them at the end
+
+
+def test_many_bad_records_bring_about_a_checkpoint_before_its_time(world: World) -> None:
+    store = world.store()
+
+    async def stream() -> AsyncIterator[Any]:
+        for n in range(1_100):
+            yield {"id": n}
+        await until(lambda: bool(store.pruned))  # that is, a checkpoint is completed
+
+    report = run(world.runner(Scripted(echo), store=store), stream(), key="k", on_bad_input="park")
+    assert report.set_aside == 1_100
+
+
+def test_bad_records_are_kept_when_nothing_in_the_run_had_to_wait(world: World) -> None:
+    async def stream() -> AsyncIterator[Any]:
+        for n in range(2):
+            yield {"id": n}
+
+    runner = world.runner(Scripted(echo))
+    report = run(runner, stream(), key="k", on_bad_input="park")
+    assert (report.set_aside, report.checkpoints) == (2, 1)
+    assert len(runner._checkpoints.bad_input()) == 2
+
+
+@pytest.mark.slow
+def test_the_process_holds_no_more_after_many_messages_than_after_few(tmp_path: Path) -> None:
+    """A key per message, so that all that is left of one would be counted."""
+    world = World("sqlite", tmp_path)
+    store = world.store()
+    held: list[int] = []
+
+    async def body(value: Any, ctx: RunnerContext) -> None:
+        ctx.short_term_memory.set("n", value["id"])
+
+    async def stream() -> AsyncIterator[Any]:
+        async for message in checkpointed(store, messages(12_001, 12_001)):
+            if message["id"] in (3_000, 6_000, 9_000, 12_000):
+                gc.collect()
+                held.append(len(gc.get_objects()))
+            yield message
+
+    run(world.runner(Scripted(body), store=store), stream(), key="k")
+    # What is finished and not yet covered when one looks differs, by some ten objects for each of 1,000 messages.
+    assert max(held) - held[0] < 15_000, held
 
 
 def test_many_messages_behind_a_parked_one_are_kept_in_the_checkpoint_not_in_memory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno import ActionError, Agent, DefinitionError, InputEvent, RunnerContext, action
+from dalsegno import ActionError, Agent, DefinitionError, InputEvent, OutputEvent, RunnerContext, action
 from dalsegno.core import codec
 from dalsegno.core.decisions import Answer, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
@@ -271,6 +272,83 @@ def test_stopping_ends_a_run_that_waits(world: World, tools: Tools) -> None:
         assert report.stopped_by == "stop()"
 
     asyncio.run(main())
+
+
+class Plain(Agent):
+    """Asks in a plain ``def``, and again if *twice*."""
+
+    def __init__(self, tools: Tools, *, twice: bool = False, **options: Any) -> None:
+        self.tools, self.twice, self.options = tools, twice, options
+
+    @action(InputEvent)
+    def act(self, event: InputEvent, ctx: RunnerContext) -> None:
+        ctx.durable_execute_sync(self.tools.call_sync, "before", effect="idempotent")
+        try:
+            answers = [ctx.wait_for_sync("approve", **self.options) for _ in range(1 + self.twice)]
+        except TimeoutError as error:
+            answers = [str(error)]
+        ctx.durable_execute_sync(self.tools.call_sync, "after", effect="idempotent")
+        ctx.send_event(OutputEvent(output=answers))
+
+
+def test_a_plain_def_action_waits_over_restarts_and_for_each_of_its_signals(world: World, tools: Tools) -> None:
+    for answer in ({"by": "Ann"}, "again"):
+        (parked,) = run(world.runner(Plain(tools, twice=True)), [1], world.out).parked
+        assert (parked.why, world.outputs()) == ("waiting", [])
+        assert signal(world, None, answer)
+    assert run(world.runner(Plain(tools, twice=True)), [1], world.out).parked == []
+    assert world.outputs() == [[{"by": "Ann"}, "again"]]
+    assert tools.made == ["before", "after"]
+
+
+def test_a_plain_def_action_that_waits_holds_no_thread(world: World, tools: Tools) -> None:
+    """More messages wait than there are threads, and the job goes on all the same."""
+    runner = world.runner(Plain(tools), max_in_flight=1)
+    assert len(run(runner, range(20), key=lambda n: n).parked) == 20
+
+
+def test_a_plain_def_action_that_swallows_everything_is_parked_all_the_same(world: World, tools: Tools) -> None:
+    class Swallows(Agent):
+        @action(InputEvent)
+        def act(self, event: InputEvent, ctx: RunnerContext) -> None:
+            answer = "none"
+            with contextlib.suppress(BaseException):
+                answer = ctx.wait_for_sync("approve")
+            with contextlib.suppress(BaseException):
+                ctx.durable_execute_sync(tools.call_sync, "after")
+            ctx.send_event(OutputEvent(output=answer))
+
+    assert len(run(world.runner(Swallows()), [1], world.out).parked) == 1
+    assert (tools.made, world.outputs()) == ([], [])
+    assert signal(world, None, "yes")
+    assert run(world.runner(Swallows()), [1], world.out).parked == []
+    assert (tools.made, world.outputs()) == (["after"], ["yes"])
+
+
+def test_a_plain_def_action_waits_no_longer_than_its_time(world: World, tools: Tools) -> None:
+    def run_at(minutes: float) -> Any:
+        runner = world.runner(Plain(tools, timeout=300))
+        runner._clock = lambda: NOW + timedelta(minutes=minutes)
+        return run(runner, [1], world.out)
+
+    assert len(run_at(0).parked) == len(run_at(4.9).parked) == 1
+    assert run_at(5).parked == []
+    assert world.outputs() == [["nobody sent the signal 'approve' in time"]]
+
+
+def test_each_kind_of_action_is_told_its_own_way_to_wait(world: World) -> None:
+    class WrongInThread(Agent):
+        @action(InputEvent)
+        def act(self, event: InputEvent, ctx: RunnerContext) -> None:
+            asyncio.run(ctx.wait_for("approve"))
+
+    async def wrong(value: Any, ctx: RunnerContext) -> None:
+        ctx.wait_for_sync("approve")
+
+    with pytest.raises(ActionError, match=r"plain def, where nothing can be awaited: call ctx\.wait_for_sync"):
+        run(world.runner(WrongInThread()), [1])
+    with pytest.raises(ActionError, match=r"action 'act' is async: write await ctx\.wait_for"):
+        run(world.runner(Scripted(wrong), "other"), [1])
 
 
 # Those that wait behind.

@@ -28,7 +28,7 @@ from dalsegno.core.decisions import WAIT, Signalled
 from dalsegno.core.records import Record, dump_body, fold
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import ActionError, DivergenceError, RecordError
-from dalsegno.inspect.views import message_json
+from dalsegno.operate.views import message_json
 from dalsegno.stores.base import Decision, TaskActionStore
 from tests.helpers import STORES, Scripted, SpyStore, World, crashed, for_ever, run
 

@@ -87,7 +87,7 @@ def test_the_clock_is_the_real_one_unless_a_test_sets_it(world: World) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_f15_f22_arguments_made_of_them_match_in_the_replay_and_of_others_are_found(
+def test_arguments_made_of_them_match_in_the_replay_and_of_others_are_found(
     world: World, tools: Tools, recorded: bool
 ) -> None:
     """What is not recorded is a divergence, found before anything is executed twice."""
@@ -328,7 +328,7 @@ def test_nothing_to_gather_gives_nothing(world: World, crowd: Crowd) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3, None])
 @pytest.mark.parametrize("hangs", range(6))
-def test_f17_a_crash_in_any_of_them_makes_only_the_missing_ones(
+def test_a_crash_in_any_of_them_makes_only_the_missing_ones(
     world: World, crowd: Crowd, limit: int | None, hangs: int
 ) -> None:
     crowd.hang_on = {hangs}

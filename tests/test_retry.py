@@ -176,7 +176,7 @@ def test_one_attempt_is_no_retry(world: World, time: VirtualTime) -> None:
     ("effect", "boundary"),
     [("read", n) for n in range(1, 5)] + [(effect, n) for effect in ("idempotent", "once") for n in range(1, 8)],
 )
-def test_f09_a_crash_at_any_record_of_fail_fail_ok_repeats_neither_attempts_nor_waits(
+def test_a_crash_at_any_record_of_fail_fail_ok_repeats_neither_attempts_nor_waits(
     world: World, time: VirtualTime, effect: Any, boundary: int, when: str
 ) -> None:
     flaky, store, reached = Flaky(2), world.store(), asyncio.Event()
@@ -256,7 +256,7 @@ def test_a_policy_that_is_gone_from_the_code_is_not_waited_for(world: World, tim
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_f10_exhausted_attempts_leave_one_in_each_later_run(world: World, time: VirtualTime, effect: Any) -> None:
+def test_exhausted_attempts_leave_one_in_each_later_run(world: World, time: VirtualTime, effect: Any) -> None:
     flaky = Flaky(math.inf)
     for attempts in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
         with pytest.raises(ActionError, match="down"):
@@ -371,7 +371,7 @@ class RateLimited(Exception):
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_f01_f02_a_final_failure_that_was_caught_replays_as_the_same_exception(
+def test_a_final_failure_that_was_caught_replays_as_the_same_exception(
     world: World, tools: Tools, time: VirtualTime, effect: Any
 ) -> None:
     flaky = Flaky(math.inf, lambda: RateLimited("slow down", status=429))

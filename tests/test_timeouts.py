@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dalsegno import (
     DidNotHappen,
     Happened,
     InputEvent,
+    Operator,
     OutputEvent,
     RetryPolicy,
     RunnerContext,
@@ -41,6 +43,14 @@ class Threads:
         self.attempts: list[int] = []
         self.late: list[int] = []
         self.quick_from = math.inf
+        self.raises: BaseException | None = None
+
+    def end(self) -> None:
+        """Let them go, and wait until they are gone."""
+        self.go.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("dalsegno-call"):
+                thread.join(PATIENCE)
 
     def ask(self, what: Any) -> str:
         attempt = current_call().attempt
@@ -48,6 +58,8 @@ class Threads:
         if attempt < self.quick_from:
             self.go.wait(PATIENCE)
             self.late.append(current_call().attempt)
+            if self.raises is not None:
+                raise self.raises
         return f"answer {attempt} to {what}"
 
 
@@ -303,10 +315,117 @@ def test_a_once_call_that_still_runs_in_its_thread_is_parked_and_reconcile_is_no
     (parked,) = run(world.runner(agent), ["a"], world.out).parked
     assert "may still happen, because it runs in a thread, which nothing can end" in parked.reason
     assert asked == []
-    threads.go.set()
+    # Run again in the same process, while it still runs.
+    (again,) = run(world.runner(agent), ["a"], world.out).parked
+    assert again.reason == parked.reason
+    assert asked == []
+    threads.end()
     run(world.runner(agent), ["a"], world.out)
     assert (asked, world.outputs()) == (["a"], ["found"])
     assert threads.attempts == [1]
+
+
+def held_in_thread(threads: Threads, **options: Any) -> Scripted:
+    """A `once` call that goes on in its thread; the message of key "b" keeps the run from ending."""
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        if value == "b":
+            return await ctx.wait_for("end")
+        try:
+            return await ctx.durable_execute(threads.ask, value, timeout=SHORT, **options)
+        except ValueError as error:
+            return str(error)
+
+    return Scripted(body)
+
+
+def run_while_held(
+    world: World, threads: Threads, agent: Scripted, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Run until "a" is parked, do what happens *meanwhile*, which is taken in, and only then let the thread end."""
+
+    async def main() -> None:
+        runner = world.runner(agent)
+        running = asyncio.ensure_future(runner.run_async(["a", "b"], world.out, key=lambda value: value, wait=True))
+
+        def is_parked() -> bool:
+            return runner._pipeline is not None and {each.key for each in runner._pipeline.parked()} == {"a", "b"}
+
+        await until(is_parked)
+        pipeline = runner._pipeline
+        assert pipeline is not None
+        await asyncio.to_thread(meanwhile)
+        await pipeline._take_in()
+        await until(lambda: not pipeline._workers)
+        assert is_parked()
+        threads.go.set()
+        await until(world.outputs)
+        await runner.operator().signal_async("b", "end", "end")
+        async with asyncio.timeout(PATIENCE):
+            assert (await running).parked == []
+
+    asyncio.run(main())
+
+
+def test_a_once_call_that_ends_in_its_thread_after_all_has_its_outcome(world: World, threads: Threads) -> None:
+    asked: list[Any] = []
+    run_while_held(world, threads, held_in_thread(threads, reconcile=asked.append))
+    assert world.outputs() == ["answer 1 to a", "end"]
+    assert (threads.attempts, asked) == ([1], [])
+    run(world.runner(held_in_thread(threads)), ["a", "b"], world.out, key=lambda value: value)
+    assert world.outputs() == ["answer 1 to a", "end"]
+
+
+def test_what_a_thread_raises_after_the_limit_is_what_the_action_gets(world: World, threads: Threads) -> None:
+    threads.raises = ValueError("no such account")
+    run_while_held(world, threads, held_in_thread(threads))
+    assert world.outputs() == ["no such account", "end"]
+    assert threads.attempts == [1]
+
+
+def test_nobody_can_say_that_a_call_did_not_happen_whose_thread_still_runs(world: World, threads: Threads) -> None:
+    """It was true when it was said. Made again, the call would happen twice."""
+    run_while_held(world, threads, held_in_thread(threads), lambda: resolve(world, "a", happened=False))
+    assert world.outputs() == ["answer 1 to a", "end"]
+    assert threads.attempts == [1]
+
+
+def test_what_happened_according_to_a_person_waits_for_the_thread_and_counts(world: World, threads: Threads) -> None:
+    answer = functools.partial(resolve, world, "a", happened=True, result="receipt 7")
+    run_while_held(world, threads, held_in_thread(threads), answer)
+    assert world.outputs() == ["receipt 7", "end"]
+    assert threads.attempts == [1]
+
+
+def test_a_thread_that_ends_without_an_outcome_leaves_the_call_to_reconcile(world: World, threads: Threads) -> None:
+    threads.raises = SystemExit(3)
+    run_while_held(world, threads, held_in_thread(threads, reconcile=lambda what: Happened("found")))
+    assert world.outputs() == ["found", "end"]
+
+
+def test_another_answer_about_the_message_does_not_let_the_call_be_reconciled(world: World, threads: Threads) -> None:
+    """The message also waits for a signal; when that comes, it is run again, and the thread still runs."""
+    asked: list[Any] = []
+
+    def find(what: Any) -> Any:
+        asked.append(what)
+        return DidNotHappen()
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        if value == "b":
+            return await ctx.wait_for("end")
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(ctx.durable_execute(threads.ask, value, timeout=SHORT, reconcile=find))
+            await until(lambda: threads.attempts)
+            wait = group.create_task(ctx.wait_for("approve"))
+        return [call.result(), wait.result()]
+
+    def approve() -> None:
+        Operator(job="job", store=world.store()).signal("a", "approve", "yes")
+
+    run_while_held(world, threads, Scripted(body), approve)
+    assert world.outputs() == [["answer 1 to a", "yes"], "end"]
+    assert (threads.attempts, asked) == ([1], [])
 
 
 def test_a_failure_that_was_provoked_by_the_limit_is_no_word_of_the_callee(world: World) -> None:
@@ -361,7 +480,7 @@ def test_a_time_limit_of_the_action_around_it_works_as_before(world: World, tool
     assert world.outputs() == ["limit of the action: "]
 
 
-def test_f03_a_crash_or_a_cancellation_of_a_call_with_a_limit_is_not_its_outcome(world: World, tools: Tools) -> None:
+def test_a_crash_or_a_cancellation_of_a_call_with_a_limit_is_not_its_outcome(world: World, tools: Tools) -> None:
     store = world.store()
     tools.hang_on = {"a"}
     agent = calls(tools.call, effect="idempotent", timeout=PATIENCE, retry=AT_ONCE)

@@ -26,8 +26,8 @@ class VirtualTime:
         monkeypatch.setattr("dalsegno.runners.local.Environment", self._environment)
         return self
 
-    def _environment(self, *args: Any) -> Environment:
-        environment = Environment(*args)
+    def _environment(self, *args: Any, **options: Any) -> Environment:
+        environment = Environment(*args, **options)
         environment.clock = lambda: self.present
         environment.sleep = self._sleep
         return environment

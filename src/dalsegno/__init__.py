@@ -12,6 +12,7 @@ What to read, in this order:
   calls are matched with their record; `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is
   durable.
 * `dalsegno.stores.base`: the contract of a store; `dalsegno.cipher`: encryption of what is kept.
+* `dalsegno.operate.operator`: how people see what waits, and decide.
 * `dalsegno.runners.pipeline`: checkpoints, backpressure, order per key.
 """
 
@@ -21,6 +22,7 @@ from dalsegno.context import RunnerContext
 from dalsegno.effects import DidNotHappen, Happened, IdempotencyKey, Unknown, current_call
 from dalsegno.errors import (
     ActionError,
+    AlreadyDecidedError,
     CodecError,
     DalSegnoError,
     DefinitionError,
@@ -37,6 +39,7 @@ from dalsegno.errors import (
 )
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import MemoryObject
+from dalsegno.operate.operator import Operator
 from dalsegno.registry import register
 from dalsegno.retry import RetryPolicy
 from dalsegno.runners.local import LocalRunner
@@ -48,6 +51,7 @@ __all__ = [
     "ActionError",
     "AesGcmCipher",
     "Agent",
+    "AlreadyDecidedError",
     "CodecError",
     "DalSegnoError",
     "DefinitionError",
@@ -64,6 +68,7 @@ __all__ = [
     "LocalRunner",
     "MemoryObject",
     "MemoryPathError",
+    "Operator",
     "OutputEvent",
     "OwnershipError",
     "PayloadCipher",

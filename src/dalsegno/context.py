@@ -46,12 +46,14 @@ class ActionHost(Protocol):
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, /
     ) -> Any: ...
+    def patched(self, name: str, /) -> bool: ...
     def now(self) -> Coroutine[Any, Any, datetime]: ...
     def random(self) -> Coroutine[Any, Any, float]: ...
     def uuid(self) -> Coroutine[Any, Any, UUID]: ...
     def sleep(self, duration: float | timedelta, /) -> Coroutine[Any, Any, None]: ...
     async def gather(self, items: Sequence[Any], limit: int | None, /) -> list[Any]: ...
     async def wait_for(self, name: str, limit: float | timedelta | None, /) -> Any: ...
+    def wait_for_from_thread(self, name: str, limit: float | timedelta | None, /) -> Any: ...
     def send(self, event: Event, /) -> None: ...
 
 
@@ -73,7 +75,7 @@ class RunnerContext:
 
     @property
     def key(self) -> Any:
-        """The message key."""
+        """The message key. One with parts is a copy, and a dict in it has one order, whatever that of the input is."""
         return self._host.key
 
     @property
@@ -195,6 +197,15 @@ class RunnerContext:
         options = CallOptions(effect, reconcile, name, retry, timeout, idempotency_key)
         return self._host.call_from_thread(function, args, {**named, **kwargs} if kwargs else named, options)
 
+    def patched(self, name: str) -> bool:
+        """Whether this action task may take the new path of the change *name* of the code.
+
+        False where the task is replayed from a record that the code made before the change, so that the old path has to
+        be taken once more; True everywhere else. Recorded: it is the same in every replay of the action task, wherever
+        in the action it is asked for. Not to be awaited. Raises `DefinitionError` for a wrong name.
+        """
+        return self._host.patched(name)
+
     def now(self) -> Coroutine[Any, Any, datetime]:
         """The present time in UTC, recorded: the same in every replay. Must be awaited, as all that follows."""
         return self._host.now()
@@ -226,11 +237,15 @@ class RunnerContext:
     async def wait_for(self, name: str, *, timeout: float | timedelta | None = None) -> Any:  # noqa: ASYNC109  it is durable
         """Wait until somebody sends the signal *name* to this message key, and return what they sent.
 
-        Sent by ``dalsegno signal JOB KEY NAME JSON``, once: a second answer is refused. While it waits, the message is
-        set aside: its content leaves memory, it survives restarts, and other keys go on; later messages of its key wait
-        behind it. The action is replayed when the answer is there.
+        Sent once, by ``dalsegno signal JOB KEY NAME JSON`` or by an `Operator`: a second answer is refused. While it
+        waits, the message is set aside: its content leaves memory, it survives restarts, and other keys go on; later
+        messages of its key wait behind it. The action is replayed when the answer is there.
 
         *timeout* is in seconds, counted from the first time that the action gets here. Raises `TimeoutError` when
         nobody answered in time, and `DefinitionError` for a wrong name or timeout.
         """
         return await self._host.wait_for(name, timeout)
+
+    def wait_for_sync(self, name: str, *, timeout: float | timedelta | None = None) -> Any:
+        """`wait_for` for an action that is a plain ``def``. While it waits, it holds no thread."""
+        return self._host.wait_for_from_thread(name, timeout)

@@ -12,6 +12,7 @@
     ├── ActionError              an action failed; ``__cause__`` is what it raised
     ├── InputError               an input record cannot be read
     ├── InspectError             what is looked for in a store is not there, is ambiguous, or is not to be decided
+    │   └── AlreadyDecidedError  the question has another answer, which stays
     ├── RestoreError             a checkpoint, its source, its sink and its store do not fit together
     └── StoreError               the task action store failed
         ├── OwnershipError       another process runs this job
@@ -21,6 +22,8 @@ A message says what happened, where, why it cannot go on and what to do. All err
 """
 
 from __future__ import annotations
+
+from types import FrameType
 
 
 class DalSegnoError(Exception):
@@ -44,7 +47,14 @@ class RecordError(DalSegnoError):
 
 
 class DivergenceError(DalSegnoError):
-    """The code or the input no longer fits the record of a message that is being replayed."""
+    """The code or the input no longer fits the record of a message that is being replayed.
+
+    *what* says what does not fit, without where it is and what to do.
+    """
+
+    def __init__(self, message: str = "", what: str = "") -> None:
+        super().__init__(message)
+        self.what = what
 
 
 class InDoubtError(DalSegnoError):
@@ -67,6 +77,10 @@ class InspectError(DalSegnoError):
     """What is looked for in a store is not there, is ambiguous, or is nothing that can be decided now."""
 
 
+class AlreadyDecidedError(InspectError):
+    """Somebody has answered the question before, and that answer stays; nothing was written."""
+
+
 class StoreError(DalSegnoError):
     """The task action store could not do what it was asked to do."""
 
@@ -84,13 +98,17 @@ def raised_at(error: BaseException) -> str:
     place = ""
     traceback = error.__traceback__
     while traceback is not None:
-        frame = traceback.tb_frame
-        module = str(frame.f_globals.get("__name__", ""))
-        code = frame.f_code
-        if module.partition(".")[0] not in _NOT_THE_USERS and "site-packages" not in code.co_filename:
+        code = traceback.tb_frame.f_code
+        if is_of_the_user(traceback.tb_frame):
             place = f", at {code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
         traceback = traceback.tb_next
     return place
+
+
+def is_of_the_user(frame: FrameType) -> bool:
+    """Whether *frame* runs code of neither this library, nor one that is installed, nor the event loop."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in _NOT_THE_USERS and "site-packages" not in frame.f_code.co_filename
 
 
 _NOT_THE_USERS = ("dalsegno", "asyncio", "concurrent", "contextvars", "importlib", "typer", "click")

@@ -53,14 +53,16 @@ class Delivery:
         self._journal = journal
         self._stopping = stopping
         self._begun_at = begun_at
-        self._calls = {state.order: state for state in recorded if state.order is not None}
-        known = sorted(self._calls, key=_key)
+        calls = {state.order: state for state in recorded if state.order is not None}
+        known = sorted(calls, key=_key)
         self._end_of_record = known[-1].key if known else (-1, -1)
         self._turn = max((order.turn for order in known), default=0)
         self._position = max((order.position for order in known), default=-1)
         # In order, what has not reached the action yet and what comes later waits for. What is made once more keeps its
         # place, but nothing waits for it, as it may come only because of what is later.
-        self._due = [order for order in known if self._calls[order].status in _FINAL]
+        self._due = [order for order in known if calls[order].status in _FINAL]
+        self._calls = {order: calls[order] for order in self._due}
+        self._given_up = False
         self._last = (-1, -1)
         self._waiting: dict[Order, asyncio.Future[None]] = {}
         self._pending: dict[Order, asyncio.Future[None]] = {}
@@ -127,14 +129,21 @@ class Delivery:
 
     def abandon(self, state: CallState) -> None:
         """The action cancelled the call: like `arrive`, but an outcome that has not reached the action is replaced."""
-        if state.order not in self._due:
+        if state.order not in self._calls:
             self.arrive(state)
 
     def forget(self, state: CallState) -> None:
         """The outcome will not reach the action, because that is being cancelled. What comes yet is of a later turn."""
-        if state.order is not None and state.order in self._due:
+        if state.order is not None and state.order in self._calls:
             self._due.remove(state.order)
+            del self._calls[state.order]
             self._turn = max(self._turn, state.order.turn)
+
+    def let_go(self) -> None:
+        """From now on nothing waits for what is recorded of calls that the action has not begun."""
+        self._given_up = True
+        self._due = [order for order in self._due if order in self._waiting or order in self._pending]
+        self._calls = {order: self._calls[order] for order in self._due}
 
     async def turn(self, state: CallState) -> None:
         """Return when the outcome's turn has come, or at once after `close`.
@@ -148,7 +157,7 @@ class Delivery:
         await self._wait(state.order, self._pending)
 
     async def _wait(self, order: Order | None, waiting: dict[Order, asyncio.Future[None]]) -> None:
-        if order is None or self._closed:
+        if order not in self._calls or self._closed:
             return
         future = waiting[order] = self._loop.create_future()
         try:
@@ -190,11 +199,12 @@ class Delivery:
             del self._due[: len(turn)]
             self._last = turn[-1].key
             self._turn = max(self._turn, turn[0].turn)
+            calls = [self._calls.pop(order) for order in turn]
             for order in turn:
                 if not self._waiting[order].done():
                     self._waiting[order].set_result(None)
             # What else goes on in the action than what waited for this call was quiet before, and still is.
-            if self._calls[turn[0]] is not self._lonely:
+            if calls[0] is not self._lonely:
                 self.stir()
         elif (self._waiting or self._pending) and self._poll_handle is None:
             seconds = _POLL_SECONDS if self._polls < _POLLS else _SLOW_POLL_SECONDS
@@ -209,7 +219,7 @@ class Delivery:
         return list(itertools.takewhile(lambda order: order.turn == self._due[0].turn, self._due))
 
     def _is_early(self, order: Order) -> bool:
-        return self._journal.calls_begun < order.begun
+        return self._journal.calls_begun < order.begun and not self._given_up
 
     def _poll(self) -> None:
         self._poll_handle = None
@@ -231,9 +241,14 @@ class Delivery:
         else:
             begun = self._journal.calls_begun
             what = f"whose outcome came when {missing.begun} calls had begun, but now only {begun} have"
+        error = self._journal.out_of_order(self._calls[missing], what)
+        self.let_go()
+        for order in self._pending:
+            self._due.remove(order)
+            del self._calls[order]
         for future in (*self._waiting.values(), *self._pending.values()):
             if not future.done():
-                future.set_exception(self._journal.out_of_order(self._calls[missing], what))
+                future.set_exception(error)
 
 
 _FINAL = (CallStatus.COMPLETED, CallStatus.ABANDONED)

@@ -10,18 +10,20 @@ waits until the record is durable.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from dalsegno.agent import ActionSpec, Agent
-from dalsegno.core import codec
-from dalsegno.core.decisions import retry_target, signal_target, wait_limit
+from dalsegno.core import codec, divergence
+from dalsegno.core.decisions import resolve_target, retry_target, signal_target, wait_limit
 from dalsegno.core.identity import fingerprint, key_bytes, task_id
-from dalsegno.core.records import Park, TaskActionState
-from dalsegno.core.task import ActionTask, Environment, SetAside
+from dalsegno.core.recorded_tasks import Due, RecordedTasks
+from dalsegno.core.records import CallState, Park, TaskActionState
+from dalsegno.core.task import ActionTask, Environment, SetAside, record_park
 from dalsegno.errors import ActionError, DivergenceError, InDoubtError
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import EMPTY, MemoryTransaction, Node
@@ -81,7 +83,12 @@ class _Run:
     sensory: Node = EMPTY
     outputs: list[Output] = field(default_factory=list)
     due: deque[_Step] = field(default_factory=deque)
+    park: Park | None = None
+    """Why the message is set aside, where that is no matter of the action task that ran last."""
+    diverged: bool = False
 
+
+_logger = logging.getLogger("dalsegno")
 
 _STEPS_A_TURN = 16
 """Action tasks of a message that may run in a row, if none of them waits, before others get their turn."""
@@ -121,7 +128,7 @@ class Executor:
                 return held
         for spec in self._agent.handlers(InputEvent):
             run.due.append(_Step(spec, codec.restored(InputEvent, {"input": codec.from_tree(message.tree)}), "", 0))
-        left = deque(history)
+        left = RecordedTasks(history, self._environment.rerun)
         task: ActionTask | None = None
         header = {"content": content}
         steps = 0
@@ -139,9 +146,13 @@ class Executor:
                 steps += 1
                 if steps % _STEPS_A_TURN == 0:
                     await self._environment.give_way()
+            if left.left:
+                self._settle_left(run, left)
         except (InDoubtError, SetAside, ActionError) as error:
-            return self._parked(task, error)
-        self._check_all_due(message, left)
+            return self._parked(run, task, error)
+        finally:
+            if run.diverged or (task is not None and task.diverged):
+                self._environment.counters.diverged += 1
         return Finished(run.memory, run.outputs)
 
     def _held(self, message: Message, history: Sequence[TaskActionState]) -> Parked | None:
@@ -175,8 +186,10 @@ class Executor:
             raise SetAside
         await task.begin(begun + 1)
 
-    def _parked(self, task: ActionTask | None, error: Exception) -> Parked:
+    def _parked(self, run: _Run, task: ActionTask | None, error: Exception) -> Parked:
         """The message is set aside for *error*; raises it if the job is to stop."""
+        if run.park is not None:
+            return Parked(run.park)
         if task is None or (isinstance(error, ActionError) and not self._park_failures):
             raise error
         if isinstance(error, ActionError):
@@ -193,12 +206,12 @@ class Executor:
                 "was, or give the job a new name to start afresh"
             )
 
-    def _task(self, run: _Run, step: _Step, left: deque[TaskActionState], header: dict[str, Any]) -> ActionTask | None:
+    def _task(self, run: _Run, step: _Step, left: RecordedTasks, header: dict[str, Any]) -> ActionTask | None:
         """The action task to run, None if it is done and was played back. *left* is what is recorded from it on."""
-        recorded = left.popleft() if left else None
         identity = task_id(run.message.id, step.sender, step.index, step.spec.name)
+        recorded = self._recorded(run, step, left, identity) if left.left else None
         if recorded is not None:
-            self._check_expected(run, step, recorded, identity)
+            identity = recorded.task
             if recorded.done:
                 self._apply(run, recorded)
                 return None
@@ -210,29 +223,48 @@ class Executor:
             self._environment, self._agent, step.spec, run.message, identity, header, recorded, run.memory, run.sensory
         )
 
-    def _check_expected(self, run: _Run, step: _Step, recorded: TaskActionState, identity: str) -> None:
-        if recorded.task != identity:
-            raise DivergenceError(
-                f"{self._describe(run.message)}: the code no longer fits the record. Expected the recorded action "
-                f"{recorded.action!r} for {recorded.event_type}; found the action {step.spec.name!r} for "
-                f"{_type_name(step.event)}. Nothing was executed. If an action was renamed, keep its recorded name "
-                f"with @action(..., name={recorded.action!r}); otherwise put the code back until the messages in "
-                "flight are done"
-            )
+    def _recorded(self, run: _Run, step: _Step, left: RecordedTasks, identity: str) -> TaskActionState | None:
+        handlers = [spec.name for spec in self._agent.handlers(type(step.event))]
+        place = divergence.defined_at(step.spec.function)
+        event = _type_name(step.event)
+        due = Due(run.message.id, step.sender, step.index, step.spec.name, event, handlers, place)
+        before = len(left.moved)
+        found = left.take(due, identity, self._describe(run.message))
+        for what in left.moved[before:]:
+            self._warn(run, f"{what} What is recorded of it is played back, the rest is run")
+        return found
 
-    def _commit(self, run: _Run, task: ActionTask, left: deque[TaskActionState]) -> None:
+    def _commit(self, run: _Run, task: ActionTask, left: RecordedTasks) -> None:
         self._take(run, task.identity, task.sent)
-        if left and not run.due:
-            self._check_all_due(run.message, left)
-        run.memory, run.sensory = task.commit(last=not run.due)
+        run.diverged |= task.diverged
+        last = not run.due
+        if last and left.left:
+            self._settle_left(run, left)
+        run.memory, run.sensory = task.commit(last=last, order=left.order if last else None)
 
-    def _check_all_due(self, message: Message, left: deque[TaskActionState]) -> None:
-        if left:
-            raise DivergenceError(
-                f"{self._describe(message)}: the code no longer fits the record: the action {left[0].action!r} for "
-                f"{left[0].event_type} is recorded, but no event of the code triggers it now. Put the code back until "
-                "the messages in flight are done"
-            )
+    def _settle_left(self, run: _Run, left: RecordedTasks) -> None:
+        """Action tasks are recorded that the code no longer has. Calls of theirs that are in doubt stay so."""
+        if not self._environment.rerun:
+            raise divergence.untriggered_action(self._describe(run.message), left.left[0])
+        decided = self._environment.decisions.get((run.message.key_bytes, run.message.id), {})
+        for state in left.left:
+            for call in () if state.done else state.calls.values():
+                if divergence.in_doubt(call) and resolve_target(state.task, call.number, call.attempt) not in decided:
+                    self._park_left(run, state, call)
+        for state in left.left:
+            what = divergence.untriggered_action(self._describe(run.message), state).what
+            self._warn(run, f"{what} It is left out.{divergence.harm_of([*state.calls.values()])}")
+
+    def _park_left(self, run: _Run, state: TaskActionState, call: CallState) -> NoReturn:
+        where = f"{self._describe(run.message)}, action {state.action!r}"
+        run.park = Park.because(f"{where}: {divergence.lost_in_doubt(call)}", "in_doubt", call.number)
+        if run.park != state.parked:
+            record_park(self._environment, run.message, state, run.park)
+        raise SetAside
+
+    def _warn(self, run: _Run, text: str) -> None:
+        run.diverged = True
+        _logger.warning("%s: the code no longer fits the record. %s", self._describe(run.message), text)
 
     def _apply(self, run: _Run, state: TaskActionState, *, route: bool = True) -> None:
         """Play back an action task that is done."""
@@ -258,16 +290,19 @@ class Executor:
         """Each action gets a copy of its own, so that what one changes in it is not seen by the next."""
         specs = self._agent.handlers(type(event))
         if not specs:
-            raise DivergenceError(
-                f"{self._describe(run.message)}: the code no longer fits the record: an event {_type_name(event)} is "
-                "recorded, but no action of the code handles it now, so it would be lost. Put the action back until "
-                "the messages in flight are done"
-            )
+            unhandled = divergence.unhandled_event(self._describe(run.message), _type_name(event))
+            if not self._environment.rerun:
+                raise unhandled
+            self._warn(run, f"{unhandled.what} It is left out.")
         for number, spec in enumerate(specs):
             run.due.append(_Step(spec, codec.from_tree(tree) if number else event, sender, index))
 
     def _play_back(self, run: _Run, history: Sequence[TaskActionState]) -> Finished:
         """A message that is done needs no code at all: its record says everything."""
+        order = next((state.order for state in history if state.order is not None), None)
+        if order is not None:
+            states = {state.task: state for state in history}
+            history = [states[task] for task in order]
         for state in history:
             self._apply(run, state, route=False)
         return Finished(run.memory, run.outputs)

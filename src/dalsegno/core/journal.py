@@ -16,6 +16,10 @@ nothing. That another strand of the action begins a call proves little, for the 
 such a failure is recorded as ``unsure``. If the exception leaves the action, nothing final is recorded, and an unsure
 failure is taken back. So it is with a call that the action cancelled: it is recorded as abandoned.
 
+**Giving up.** Where the code no longer fits and is to go on (`give_up`), the recorded calls that are still to come are
+given up: from there on they bind nothing, in this run and in every later one. One that the code makes all the same,
+with equal arguments, keeps its answer, so that nothing recorded is executed again.
+
 No I/O here: records go to the `append` callable, which must keep their order.
 """
 
@@ -26,6 +30,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from dalsegno.core import divergence
 from dalsegno.core.records import CallState, Park, TaskActionState, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import DivergenceError
@@ -55,10 +60,19 @@ class Journal:
         self._describe = describe
         self._groups: list[list[CallState]] = []
         self._left_open: list[CallState] = []
+        self._given_up: list[CallState] = []
+        """Those that are not taken yet, up to the present point."""
+        self._later: list[tuple[list[CallState], list[list[CallState]]]] = []
+        """For each later point at which calls were given up: these calls, and the groups from there to the next one."""
+        self._patches: dict[str, bool] = {}
         self._next_number = 0
         if recorded is not None and recorded.calls:
             self._groups = _group(recorded.calls)
             self._next_number = 1 + max(recorded.calls)
+        if recorded is not None:
+            self._patches = recorded.patches
+            if recorded.given_up:
+                self._groups, self._later = _stretches(recorded)
         self._occurrences: dict[tuple[str, str], int] = {}
         self._unannounced: dict[int, CallState] = {}
         self._pending_failures: dict[int, Call] = {}
@@ -87,6 +101,8 @@ class Journal:
         state = self._match(name, arguments, args, kwargs, concurrent)
         if state is not None and state.status is _OPEN:
             state.args, state.kwargs = args, kwargs  # only that it began is recorded
+        if state is not None and state.status is _ABANDONED and state.order is None:
+            state.status = _REQUESTED  # given up: the code that would cancel it is gone
         if state is None:
             state = CallState(self._next_number, name, arguments, alone=alone, args=args, kwargs=kwargs)
             self._next_number += 1
@@ -201,15 +217,47 @@ class Journal:
                 self._emit(new_body("reopened") | {"call": state.number})
                 state.status = _REQUESTED
 
+    def reopen(self, call: Call) -> None:
+        """The call that the action had abandoned is to be made after all."""
+        call.state.order = None
+        self._emit(new_body("reopened") | {"call": call.state.number})
+        call.state.status = _REQUESTED
+
     def check_complete(self) -> None:
         """At the end of the action: every recorded call was made again. Raises `DivergenceError` otherwise."""
-        for group in self._groups:
-            for state in group:
-                if state.status is not _OPEN:
-                    raise DivergenceError(
-                        f"{self._describe}: the record has the call {_show(state)}, but the action ended without "
-                        f"making it. {_REMEDY}"
-                    )
+        for state in self._to_come():
+            if state.status is not _OPEN:
+                raise divergence.missing_call(self._describe, state)
+
+    def give_up(self) -> list[CallState]:
+        """From here on, what is recorded and was not made again binds nothing; returns those calls."""
+        lost = list(self._to_come())
+        self._groups, self._later = [], []
+        self._given_up += lost
+        for state in lost:
+            state.order = None
+        self._emit(new_body("given_up") | {"calls": [state.number for state in lost], "before": self._next_number})
+        return lost
+
+    def dropped(self) -> list[CallState]:
+        """The calls that were given up and not made again."""
+        return self._given_up
+
+    def patched(self, name: str) -> bool:
+        """Whether the code may take its new path at the change *name*: nothing recorded is left that knows the old one.
+
+        The first answer is recorded and holds for the whole action task.
+        """
+        answer = self._patches.get(name)
+        if answer is None:
+            answer = self._patches[name] = all(state.status is _OPEN for state in self._to_come())
+            self._emit(new_body("patched") | {"name": name, "answer": answer})
+        return answer
+
+    def _to_come(self) -> Iterator[CallState]:
+        """The recorded calls that the code was to make by now or is to make yet."""
+        for group in self._groups + [group for _, groups in self._later for group in groups]:
+            yield from group
 
     @property
     def overlapping(self) -> bool:
@@ -253,15 +301,20 @@ class Journal:
 
     def out_of_order(self, state: CallState, what: str) -> DivergenceError:
         """The error for outcomes that cannot come in the recorded order, because of *state*'s call."""
-        return DivergenceError(
-            f"{self._describe}: the code no longer fits the record. Calls that were in flight together are played back "
-            f"in the order in which their outcomes came. Next is the recorded call {_show(state)}, {what}. {_REMEDY}"
-        )
+        return divergence.out_of_order(self._describe, state, what)
 
     def _match(
         self, name: str, arguments: str, args: list[Any], kwargs: dict[str, Any], concurrent: bool
     ) -> CallState | None:
         while True:
+            if not self._groups and self._later:
+                calls, self._groups = self._later.pop(0)
+                self._given_up += calls
+                continue
+            # First of all, because they were still there when what is in the groups was executed.
+            found = _take(self._given_up, name, arguments) if self._given_up else None
+            if found is not None:
+                return found
             if not self._groups:
                 return _take(self._left_open, name, arguments)
             group = self._groups[0]
@@ -274,13 +327,10 @@ class Journal:
             # lost a race and was cancelled. If it does, it is found among these.
             self._left_open += group
             del self._groups[0]
-        if concurrent and len(self._groups) == 1:
+        if concurrent and len(self._groups) == 1 and not self._later:
             return None
-        shown = _show(CallState(-1, name, arguments, False, args=args, kwargs=kwargs))
-        raise DivergenceError(
-            f"{self._describe}: the code no longer fits the record. Expected the recorded call "
-            f"{' or '.join(map(_show, group))}; found the call {shown}. Nothing was executed. {_REMEDY}"
-        )
+        found = CallState(-1, name, arguments, False, args=args, kwargs=kwargs)
+        raise divergence.unfit_call(self._describe, group, found)
 
     def _outcome(self, state: CallState) -> dict[str, Any]:
         """The body of the record of an outcome, without the outcome."""
@@ -336,12 +386,6 @@ def _origins(failure: BaseException) -> Iterator[BaseException]:
         left += [error.__cause__] if error.__cause__ is not None else ()
 
 
-_REMEDY = (
-    "Either put the code back as it was until the messages in flight are done, or give the job a new name to start "
-    "afresh; an answer that is recorded for one call is never given to another."
-)
-
-
 def _group(calls: dict[int, CallState]) -> list[list[CallState]]:
     groups: list[list[CallState]] = []
     for _, state in sorted(calls.items()):
@@ -351,19 +395,24 @@ def _group(calls: dict[int, CallState]) -> list[list[CallState]]:
     return groups
 
 
+def _stretches(
+    recorded: TaskActionState,
+) -> tuple[list[list[CallState]], list[tuple[list[CallState], list[list[CallState]]]]]:
+    """The groups up to the point where calls were first given up; those calls and the groups after it, and so on."""
+    lost = {number for each in recorded.given_up for number in each.calls}
+    kept = {number: state for number, state in recorded.calls.items() if number not in lost}
+    ends = [each.before for each in recorded.given_up] + [1 + max(recorded.calls, default=0)]
+    groups = [
+        _group({number: state for number, state in kept.items() if start <= number < end})
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    calls = [[recorded.calls[number] for number in each.calls] for each in recorded.given_up]
+    return groups[0], list(zip(calls, groups[1:], strict=True))
+
+
 def _take(calls: list[CallState], name: str, arguments: str) -> CallState | None:
     """Take the first of *calls* that fits out of the list."""
     for position, state in enumerate(calls):
         if state.name == name and state.arguments == arguments:
             return calls.pop(position)
     return None
-
-
-def _show(state: CallState) -> str:
-    arguments = [f"{argument!r}" for argument in state.args] + [
-        f"{name}={value!r}" for name, value in state.kwargs.items()
-    ]
-    text = ", ".join(arguments)
-    if len(text) > 300:
-        text = text[:300] + "…"
-    return f"{state.name}({text})"

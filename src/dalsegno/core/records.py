@@ -16,7 +16,10 @@ reopened    that is taken back: an exception left the action, which may have bee
 slept       a sleep, whose outcome is when it is due, has ended
 parked      the message is set aside, see `Park`, until anything else is recorded
 begun       after a crash: the message is begun once more, for the how-manieth time
-done        the action task is done: its memory updates and output events; ``last`` ends the message
+patched     what ``ctx.patched`` answers for a name
+given_up    the code no longer fits the record, and was to go on: the calls that were still to come, see `GivenUp`
+done        the action task is done: its memory updates and output events; ``last`` ends the message, and ``order``
+            then names its action tasks, if they are not those of the record in their order
 =========== ===================================================================================================
 
 The first record of an action task also carries its header ``task``: the action, the event type, who sent the event, and
@@ -138,6 +141,16 @@ COUNTED = ("failed", "attempts")
 """Why a message is parked until it is retried; each time is another question."""
 
 
+class GivenUp(NamedTuple):
+    """Recorded calls that no longer bind the code from some point on. One that is made all the same keeps its answer.
+
+    The point is after all other calls with a number below *before*.
+    """
+
+    calls: list[int]
+    before: int
+
+
 @dataclass(slots=True)
 class TaskActionState:
     """What is recorded of one action task: the fold of its records."""
@@ -162,6 +175,10 @@ class TaskActionState:
     """How often the message was begun after a crash, as far as that was recorded."""
     failures: int = 0
     """How often the message was parked because this action failed, or did not come to an end."""
+    patches: dict[str, bool] = field(default_factory=dict)
+    given_up: list[GivenUp] = field(default_factory=list)
+    order: list[str] | None = None
+    """The action tasks of the finished message in their order, if that is not the recorded order of all."""
 
 
 def new_body(kind: str) -> dict[str, Any]:
@@ -309,11 +326,22 @@ def _begun(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.begun = body["attempt"]
 
 
+def _patched(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    state.patches[body["name"]] = body["answer"]
+
+
+def _given_up(state: TaskActionState, body: dict[str, Any], where: str) -> None:
+    state.given_up.append(GivenUp(body["calls"], body["before"]))
+    for number in body["calls"]:
+        state.calls[number].order = None
+
+
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.done, state.last = True, body.get("last", False)
     state.short_term = body.get("memory", [])
     state.sensory = body.get("sensory", [])
     state.events = body.get("events", [])
+    state.order = body.get("order")
 
 
 _KINDS = {
@@ -326,5 +354,7 @@ _KINDS = {
     "slept": _outcome,
     "parked": _parked,
     "begun": _begun,
+    "patched": _patched,
+    "given_up": _given_up,
     "done": _done,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,13 +19,14 @@ from uuid import UUID
 from dalsegno import effects, recorded
 from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
-from dalsegno.core import codec, decisions
+from dalsegno.core import codec, decisions, divergence
 from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
 from dalsegno.core.delivery import Delivery
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
+from dalsegno.core.late import CallPlace, LateCalls, MessagePlace
 from dalsegno.core.pauses import Pauses, after, seconds_of
 from dalsegno.core.records import COUNTED, Park, Record, TaskActionState, as_record, dump_body, new_body
 from dalsegno.core.time_limit import OutOfTime, Watched, in_time
@@ -53,12 +55,15 @@ _NEW, _COMPLETED, _ABANDONED = CallStatus.NEW, CallStatus.COMPLETED, CallStatus.
 SLEEP = "dalsegno.sleep"
 """The name of the call that is made to sleep; its result is when the sleep is due to end."""
 
+_logger = logging.getLogger("dalsegno")
+
 _CALLS_A_TURN = 32
 """Calls that an action may make in a row, if none of them waits, before others get their turn."""
 _TURNS = 100
 """Turns of the event loop in which other strands may begin their recorded calls."""
 _POLLS = 100
 _POLL_SECONDS = 0.01
+_WITHOUT_PARTS = frozenset({str, int, bool, float, bytes, type(None)})
 _AGAIN = object()
 """In place of an outcome: the attempt failed, and another one is due."""
 
@@ -91,6 +96,8 @@ class Counters:
 
     executed: int = 0
     replayed: int = 0
+    diverged: int = 0
+    """Messages that went on although the code no longer fitted their record."""
 
 
 @dataclass(slots=True)
@@ -104,6 +111,8 @@ class Environment:
     clock: Callable[[], datetime]
     """The present time, with its zone."""
     counters: Counters = field(default_factory=Counters)
+    rerun: bool = False
+    """Whether a message goes on where the code no longer fits its record, instead of raising `DivergenceError`."""
     stopping: bool = False
     cancelled: bool = False
     """Whether the runner cancels what runs: an action that is cancelled then has not cancelled anything itself."""
@@ -111,6 +120,7 @@ class Environment:
     """What people decided, by key and id of the message: the body of each decision by its target."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     pauses: Pauses = field(default_factory=Pauses)
+    late: LateCalls = field(default_factory=LateCalls)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
@@ -156,6 +166,12 @@ class _Place:
         self._environment.log.append(as_record((message.key_bytes, message.id, self._identity, dump_body(body))))
 
 
+def record_park(environment: Environment, message: Message, state: TaskActionState, park: Park) -> None:
+    """Record that *message* is set aside because of an action task that does not run."""
+    place = _Place(environment, message, state.task, state.action, None)
+    Journal(None, place.append, place).park(park)
+
+
 class ActionTask:
     """Runs one action for one event. *recorded* is what an earlier process recorded of it."""
 
@@ -175,10 +191,14 @@ class ActionTask:
     _made = 0
     _pausing = 0
     _callee_owners: dict[str, object] | None = None
+    diverged = False
+    """Whether the action went on although the code no longer fitted the record."""
     _overlapping = False
     """Whether calls are in flight together, or were a moment ago."""
     _begun_at = 0.0
     _order: Delivery | None = None
+    _unfit: DivergenceError | None = None
+    """The last error of the order for which the record was given up."""
     _abandoned: list[Call] | None = None
     """Calls that the action cancelled since it last went on."""
 
@@ -221,7 +241,9 @@ class ActionTask:
 
     @property
     def key(self) -> Any:
-        return self._message.key
+        key = self._message.key
+        # If it has parts, a copy with the order that it has in a checkpoint, from where a parked message comes back.
+        return key if type(key) in _WITHOUT_PARTS else codec.decode(self._message.key_bytes)
 
     @property
     def message_id(self) -> str:
@@ -260,7 +282,7 @@ class ActionTask:
             self._raise_failure(failure)
         if self._not_awaited:
             await self._check_awaited()
-        self._journal.check_complete()
+        self._check_complete()
         if self._abandoned:
             self._go_on()
 
@@ -276,8 +298,11 @@ class ActionTask:
         self._journal.begun(attempt)
         await self._environment.log.barrier()
 
-    def commit(self, *, last: bool) -> tuple[Node, Node]:
-        """Record that the action is done, *last* of its message; returns the message's two memories from now on."""
+    def commit(self, *, last: bool, order: list[str] | None = None) -> tuple[Node, Node]:
+        """Record that the action is done, *last* of its message; returns the message's two memories from now on.
+
+        *order* is that of the message's action tasks, if it is not the recorded one.
+        """
         body = new_body("done")
         memory, sensory = self._memory, self._sensory_memory
         if self._short_term is not None and self._short_term.updates:
@@ -288,6 +313,8 @@ class ActionTask:
             body["events"] = self.sent
         if last:
             body["last"] = True
+        if order is not None:
+            body["order"] = order
         self._journal.done(body)
         return memory, sensory
 
@@ -399,6 +426,17 @@ class ActionTask:
         self._made += 1
         return callee, name, self._made
 
+    def patched(self, name: str) -> bool:
+        self._check_running()
+        _check_not_in_callee("ctx.patched(...)")
+        check_name(name, "the name of the change in ctx.patched(...)")
+        if self._spec.is_async:
+            return self._journal.patched(name)
+        return asyncio.run_coroutine_threadsafe(self._patched(name), self._loop).result()
+
+    async def _patched(self, name: str) -> bool:
+        return self._journal.patched(name)
+
     def now(self) -> Coroutine[Any, Any, datetime]:
         return self._recorded_call("now", self._tell_time)
 
@@ -476,6 +514,7 @@ class ActionTask:
 
     def send(self, event: Event) -> None:
         self._check_running()
+        _check_not_in_callee("ctx.send_event(...)")
         if not isinstance(event, Event):
             raise DefinitionError(
                 "send_event takes an event, that is an instance of a subclass of dalsegno.Event, not "
@@ -498,12 +537,14 @@ class ActionTask:
 
     def _open_short_term(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.short_term_memory")
         if self._short_term is None:
             self._short_term = MemoryTransaction(self._memory, codec, "short_term_memory")
         return self._short_term
 
     def _open_sensory(self) -> MemoryTransaction:
         self._check_running()
+        _check_not_in_callee("ctx.sensory_memory")
         if self._sensory is None:
             self._sensory = MemoryTransaction(self._sensory_memory, codec, "sensory_memory")
         return self._sensory
@@ -540,10 +581,8 @@ class ActionTask:
         if begun is not None:
             begun.append(call)
         status = call.state.status
-        if status is not _NEW and (status is _COMPLETED or status is _ABANDONED):
-            if call.state.order is not None:
-                await self._in_turn(call)
-            return self._replayed(call)
+        if status is not _NEW and (status is _COMPLETED or status is _ABANDONED) and await self._plays_back(call):
+            return await self._replayed(call)
         if options.retry is None and not (callee.marked or options.idempotency_key):
             outcome = await self._perform(call, function, callee, options)
         else:
@@ -557,18 +596,26 @@ class ActionTask:
         _check_not_nested()
         if not self._spec.is_async:
             raise DefinitionError(
-                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: declare it with async def "
-                "to wait for a signal"
+                f"action {self._spec.name!r} is a plain def, where nothing can be awaited: call "
+                "ctx.wait_for_sync(...), or declare it with async def to wait for a signal"
             )
+        return await self._wait_for(name, limit)
+
+    def wait_for_from_thread(self, name: str, limit: float | timedelta | None) -> Any:
+        self._check_running()
+        _check_not_nested()
+        if self._spec.is_async:
+            raise DefinitionError(f"action {self._spec.name!r} is async: write await ctx.wait_for(...)")
+        return asyncio.run_coroutine_threadsafe(self._wait_for(name, limit), self._loop).result()
+
+    async def _wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         check_name(name, "the name of the signal in ctx.wait_for(...)")
         seconds = None if limit is None else seconds_of(limit, "ctx.wait_for(..., timeout=...)")
         arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})
         call = await self._match(decisions.WAIT, digest, arguments, keywords)
         state = call.state
-        if state.status is _COMPLETED or state.status is _ABANDONED:
-            if state.order is not None:
-                await self._in_turn(call)
-            return self._replayed(call)
+        if (state.status is _COMPLETED or state.status is _ABANDONED) and await self._plays_back(call):
+            return await self._replayed(call)
         if state.status is _NEW:
             if seconds is not None:
                 until = after(self._environment.clock, seconds)
@@ -577,7 +624,10 @@ class ActionTask:
         decided = self._decision(decisions.signal_target(self.identity, state.number))
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
-            value = self._completed(call, decided.value, "signal")
+            try:
+                value = self._completed(call, decided.value, "signal")
+            except _Unrecordable as error:
+                await self._stop_with(error.reason)
             if self._overlapping:
                 await self._in_turn(call)
             return value
@@ -598,7 +648,7 @@ class ActionTask:
             return await self._begin_in_turn(name, digest, arguments, keywords, error)
 
     async def _begin_in_turn(
-        self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], divergence: DivergenceError
+        self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any], unfit: DivergenceError
     ) -> Call:
         """Match the call with the record, where it does not fit at once.
 
@@ -610,7 +660,12 @@ class ActionTask:
             if self._order is None or not self._order.holds:  # what is held may come only when this call has begun
                 await self._settle()
             if turn == (_TURNS + _POLLS if self._journal.overlapping else _TURNS):
-                await self._stop_with(divergence)
+                unfit = divergence.at(unfit, divergence.made_at() or self._defined_at())
+                if not self._environment.rerun:
+                    await self._stop_with(unfit)
+                self._give_up(unfit)
+                if self._order is not None:
+                    self._order.let_go()
             await asyncio.sleep(0 if turn < _TURNS else _POLL_SECONDS)
             turn += 1
             if self._verdict is not None:
@@ -618,7 +673,39 @@ class ActionTask:
             try:
                 return self._begin(name, digest, arguments, keywords)
             except DivergenceError as error:
-                divergence = error
+                unfit = error
+
+    def _give_up(self, unfit: DivergenceError) -> None:
+        """Go on, although what is recorded no longer fits."""
+        self.diverged = True
+        lost = self._journal.give_up()
+        harm = divergence.harm_of(lost)
+        _logger.warning(
+            "%s: the code no longer fits the record. %s It goes on from there; of the %d recorded calls that were to "
+            "come, those that it still makes keep their answers.%s",
+            self,
+            unfit.what,
+            len(lost),
+            harm,
+        )
+
+    def _defined_at(self) -> str:
+        return f" The action is{divergence.defined_at(self._spec.function).removeprefix(',')}."
+
+    def _check_complete(self) -> None:
+        """Whether the code made all that is recorded; raises what is to be done if not."""
+        try:
+            self._journal.check_complete()
+        except DivergenceError as error:
+            unfit = divergence.at(error, self._defined_at())
+            if not self._environment.rerun:
+                raise unfit from None
+            self._give_up(unfit)
+        for call in self._journal.dropped():
+            target = decisions.resolve_target(self.identity, call.number, call.attempt)
+            if divergence.in_doubt(call) and self._decision(target) is None:
+                self.set_aside(Park.because(f"{self}: {divergence.lost_in_doubt(call)}", "in_doubt", call.number))
+                raise SetAside
 
     def _begin(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
         strand = asyncio.current_task(self._loop)
@@ -659,35 +746,40 @@ class ActionTask:
         verdict: Exception | None = None
         self._in_flight += 1
         try:
-            effect, answer = options.effect, None
+            effect, answer, late = options.effect, None, None
             if call.state.status is not _NEW:
                 if options.retry is not None and call.state.retry_at is not None:
                     await self._wait_for_retry(call.state.retry_at, options.retry)
                 options = with_key_for_reconcile(options)
                 effect = _stricter(effect, call.state.effect)
                 if effect == "once" and _may_have_happened(call.state.status, options):
-                    settled = await self._reconcile(call, options)
+                    late = self._ended_late(call)
+                    settled = await self._reconcile(call, options) if late is None else None
                     if settled is not None:
                         return self._completed(call, *settled)
                     answer = "did_not_happen"
             # The request is made durable where the outside world could tell that it is not.
-            if effect == "read":
+            if late is not None:
+                pass  # it is made already
+            elif effect == "read":
                 self._environment.log.check()
                 self._journal.start_unrecorded(call)
             else:
                 self._journal.request(call, effect, answer)
                 await self._environment.log.barrier()
-            self._environment.counters.executed += 1
+            self._environment.counters.executed += late is None
             try:
+                if late is not None:
+                    return self._returned(call, _value_of(*late))
                 if options.timeout is None:
                     return self._returned(call, await self._invoke(call, function, callee.is_async))
                 return self._returned(call, await self._invoke_in_time(call, function, callee, options.timeout))
-            except OutOfTime as late:
+            except OutOfTime as cut_off:
                 if effect == "once":
-                    settled = await self._settle_late(call, options, late)
+                    settled = await self._settle_late(call, options, cut_off)
                     if settled is not None:
                         return self._completed(call, *settled)
-                failure = self._failed_or_due(call, late.error, options.retry)
+                failure = self._failed_or_due(call, cut_off.error, options.retry)
             except Exception as error:
                 failure = self._failed_or_due(call, error, options.retry)
             except SystemExit as error:
@@ -734,16 +826,22 @@ class ActionTask:
         if call.state.name != SLEEP:  # its outcome is when it ends, which is no news for the action
             self._delivery().arrive(call.state)
 
+    async def _plays_back(self, call: Call) -> bool:
+        """Wait for the turn of the recorded outcome; of a call that the action abandoned, until it is cancelled again.
+
+        Returns False if the call is to be made after all, because the code no longer cancels it, and is to go on.
+        """
+        if call.state.order is not None:
+            await self._in_turn(call)
+        return call.state.status is not CallStatus.REQUESTED
+
     async def _in_turn(self, call: Call) -> None:
-        """Return when it is the turn of the call's outcome; of one that the action abandoned, never."""
+        """Return when it is the turn of the call's outcome."""
         verdict: Exception | None = None
         self._in_flight += 1
         try:
-            if call.state.status is _ABANDONED:
-                await self._delivery().until_cancelled(call.state)
-                verdict = self._halt() or Stopped()
-            else:
-                await self._delivery().turn(call.state)
+            while not await self._has_turn(call):
+                pass
         except DivergenceError as error:
             verdict = error
         except asyncio.CancelledError:
@@ -752,8 +850,30 @@ class ActionTask:
         finally:
             self._leave()
         verdict = verdict or self._verdict
+        if verdict is None and call.state.status is _ABANDONED:
+            verdict = Stopped()
         if verdict is not None:
             await self._stop_with(verdict)
+
+    async def _has_turn(self, call: Call) -> bool:
+        """Wait for the turn; returns False if the wait is to begin anew, because the record has been given up."""
+        delivery = self._delivery()
+        try:
+            if call.state.status is _ABANDONED:
+                await delivery.until_cancelled(call.state)
+            else:
+                await delivery.turn(call.state)
+            return True
+        except DivergenceError as error:
+            if not self._environment.rerun:
+                raise divergence.at(error, self._defined_at()) from None
+            if self._unfit is not error:
+                self._unfit = error
+                self._give_up(error)
+            if call.state.status is not _ABANDONED:
+                return False
+            self._journal.reopen(call)
+            return True
 
     async def _deliver_failure(self, call: Call) -> None:
         await self._in_turn(call)
@@ -773,7 +893,8 @@ class ActionTask:
             try:
                 await self._delivery().turn(call.state)
             except DivergenceError as error:
-                self._verdict = self._verdict or error
+                if not self._environment.rerun:
+                    self._verdict = self._verdict or error
             except asyncio.CancelledError:
                 self._delivery().forget(call.state)  # cancelled once more: at once, then
             finally:
@@ -800,10 +921,14 @@ class ActionTask:
 
     def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
         """What the action gets; if calls overlap, when its turn has come, see `_in_turn`."""
+        try:
+            result = codec.from_tree(tree)
+        except CodecError as error:
+            raise self._unrecordable(call, error, f"has a result that cannot be loaded: {error}") from error
         if self._overlapping:
             self._arrived(call)
         self._journal.complete(call, tree, by)
-        return codec.from_tree(tree)
+        return result
 
     def _failed(self, call: Call, error: Exception) -> Exception:
         """What the action gets; if calls overlap, after `_deliver_failure`."""
@@ -882,17 +1007,33 @@ class ActionTask:
 
     async def _settle_late(self, call: Call, options: CallOptions, late: OutOfTime) -> tuple[Any, str] | None:
         """`_reconcile` for a call that was cut off by its time limit."""
-        if late.runs:
-            raise self._in_doubt(
-                call,
+        if late.running is not None:
+            reason = (
                 f"{self}: {late.error}, and may still happen, because it runs in a thread, which nothing can end; it "
-                "has effect='once', so it is not made again, and its reconcile, if it has one, is asked in the next "
-                "run",
+                "has effect='once', so it is not made again: the message waits for the thread, whose outcome counts; "
+                "after a restart its reconcile, if it has one, is asked"
             )
+            self._environment.late.add(*self._late_place(call), late.running, reason)
+            raise self._in_doubt(call, reason)
         try:
             return await self._reconcile(call, with_key_for_reconcile(options))
         except InDoubtError as error:
             raise self._in_doubt(call, f"{error} ({late.error})") from error.__cause__
+
+    def _late_place(self, call: Call) -> tuple[MessagePlace, CallPlace]:
+        message, state = self._message, call.state
+        return (message.key_bytes, message.id), (self.identity, state.number, state.attempt)
+
+    def _ended_late(self, call: Call) -> tuple[Any, Exception | None] | None:
+        """The outcome of an attempt whose thread went on after its time limit; in doubt while it does."""
+        late = self._environment.late.take(*self._late_place(call))
+        if late is None:
+            return None
+        if late.watched.runs:
+            raise self._in_doubt(call, late.reason)
+        decided = self._decision(decisions.resolve_target(self.identity, call.state.number, call.state.attempt))
+        # That it happened is for a person to say. That it did not may have been true when it was said.
+        return None if isinstance(decided, decisions.Resolved) and decided.happened else late.watched.outcome
 
     def _current_call(self, call: Call, attempt: int) -> CurrentCall:
         state = call.state
@@ -957,13 +1098,17 @@ class ActionTask:
         body = made.get(target) if made else None
         return decisions.load(target, body) if body is not None else None
 
-    def _replayed(self, call: Call) -> Any:
+    async def _replayed(self, call: Call) -> Any:
         self._environment.counters.replayed += 1
-        if call.state.error is not None:
-            error = codec.decode_exception(call.state.error)
-            self._journal.raised(call, error)
-            raise error from error.__cause__
-        return codec.from_tree(call.state.result)
+        try:
+            if call.state.error is None:
+                return codec.from_tree(call.state.result)
+            failure = codec.decode_exception(call.state.error)
+        except CodecError as error:  # which the action would take for a failure of the call
+            why = f"has a recorded outcome that cannot be loaded: {error}"
+            await self._stop_with(self._unrecordable(call, error, why).reason)
+        self._journal.raised(call, failure)
+        raise failure from failure.__cause__
 
 
 def _check_not_nested() -> None:
@@ -971,6 +1116,15 @@ def _check_not_nested() -> None:
     if effects.running.get(None) is not None:
         raise DefinitionError(
             "a durable call is made inside the function of another one; return to the action and make it from there"
+        )
+
+
+def _check_not_in_callee(what: str) -> None:
+    """A replay does not run the function of a recorded call, so what it sends, writes or sees would be lost."""
+    if effects.running.get(None) is not None:
+        raise DefinitionError(
+            f"{what} is used inside the function of a durable call, which a replay does not run, so it would be lost "
+            "there; give what is needed as arguments, return the result, and use it in the action"
         )
 
 
@@ -985,6 +1139,13 @@ class _Unrecordable(BaseException):
 
     def __init__(self, reason: Exception) -> None:
         self.reason = reason
+
+
+def _value_of(value: Any, error: Exception | None) -> Any:
+    """What a call returned; raises what it raised."""
+    if error is not None:
+        raise error
+    return value
 
 
 def _may_have_happened(status: CallStatus, options: CallOptions) -> bool:

@@ -1,12 +1,13 @@
 """The time limit of one attempt of a call (``timeout=``).
 
 A coroutine that takes too long is cancelled. Nothing can end a function that runs in a thread: its result comes too
-late and is dropped.
+late and is dropped, except that of a ``once`` call, for which its message waits (`dalsegno.core.late`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,18 +15,26 @@ from typing import Any
 class Watched:
     """A function that is called in a thread, and what the event loop knows of it."""
 
-    __slots__ = ("_ended", "_function", "_turn")
+    __slots__ = ("_ended", "_function", "_turn", "outcome")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._turn = [None]  # whoever takes this out, which only one can: the thread that starts, or who gives up
         self._ended = False
+        self.outcome: tuple[Any, Exception | None] | None = None
+        """What it returned and what it raised, once it has ended; None if it did neither, as when it had to exit."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._take_turn():
             return None
         try:
-            return self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
+            if not inspect.isawaitable(result):
+                self.outcome = result, None
+            return result
+        except Exception as error:
+            self.outcome = None, error
+            raise
         finally:
             self._ended = True
 
@@ -49,14 +58,14 @@ class Watched:
 class OutOfTime(BaseException):
     """An attempt was cut off, so what it raised says nothing; past the handlers for what the callee raises.
 
-    *error* is what the action gets if the call turns out not to have happened; *runs* says whether the function still
+    *error* is what the action gets if the call turns out not to have happened; *running* is the function, if it still
     runs in its thread.
     """
 
-    def __init__(self, error: TimeoutError, runs: bool) -> None:
+    def __init__(self, error: TimeoutError, running: Watched | None) -> None:
         super().__init__(str(error))
         self.error = error
-        self.runs = runs
+        self.running = running
 
 
 async def in_time(attempt: Coroutine[Any, Any, Any], seconds: float, name: str, watched: Watched | None) -> Any:
@@ -79,4 +88,4 @@ async def in_time(attempt: Coroutine[Any, Any, Any], seconds: float, name: str, 
         )
     late = TimeoutError(f"the call {name} did not end within its timeout of {seconds:g} s")
     late.__cause__ = cause
-    raise OutOfTime(late, watched is not None and watched.runs)
+    raise OutOfTime(late, watched if watched is not None and watched.runs else None)

@@ -56,6 +56,9 @@ CALL_TRANSITIONS: dict[tuple[CallStatus, str], CallStatus] = {
     (_S.FAILED, "completed"): _S.COMPLETED,
     (_S.FAILED, "abandoned"): _S.ABANDONED,
     (_S.ABANDONED, "reopened"): _S.REQUESTED,
+    (_S.ABANDONED, "requested"): _S.REQUESTED,
+    (_S.ABANDONED, "failed"): _S.FAILED,
+    (_S.ABANDONED, "abandoned"): _S.ABANDONED,
     (_S.ABANDONED, "completed"): _S.COMPLETED,
 }
 

@@ -14,10 +14,11 @@ import json
 import logging
 import os
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -45,6 +46,8 @@ app = typer.Typer(
 
 PARKED = 3
 _NARROW = 80
+_AT_ONCE_SECONDS = 3.0
+"""How long a second signal may take to end a run, whatever its calls do."""
 _SIGNAL_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -54,6 +57,13 @@ class BadInputChoice(StrEnum):
     stop = "stop"
     skip = "skip"
     park = "park"
+
+
+class OnDivergenceChoice(StrEnum):
+    """What happens to a message in flight whose record the code no longer fits."""
+
+    strict = "strict"
+    rerun = "rerun"
 
 
 class OnFailureChoice(StrEnum):
@@ -87,9 +97,27 @@ def main() -> None:
         print(f"dalsegno: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, DefinitionError) else 1)
     except _EndAtOnce as end:
-        # A callee may still sit in a thread that nothing can end, and the interpreter would wait for that.
+        _end_at_once(end.code)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End the process: a callee may sit in a thread that nothing can end, and the interpreter would wait for that."""
+    with suppress(OSError, RuntimeError, ValueError):
+        print(
+            "dalsegno: stopped at once; of the calls that were cut off, those with effect 'once' are in doubt; run it "
+            "again to go on",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.stdout.flush()
-        os._exit(end.code)
+    os._exit(code)
+
+
+def _end_soon(signal_name: str) -> None:
+    """End the process before long, also if a call swallows its cancellation or blocks the event loop."""
+    timer = threading.Timer(_AT_ONCE_SECONDS, _end_at_once, [_SIGNAL_CODES.get(signal_name, 1)])
+    timer.daemon = True
+    timer.start()
 
 
 def _print_anything() -> None:
@@ -157,6 +185,12 @@ def run(
         int | None,
         typer.Option(min=3, help="Park a message during which the process was killed that often. [default: never]"),
     ] = None,
+    on_divergence: Annotated[
+        OnDivergenceChoice,
+        typer.Option(
+            help="What to do where changed code no longer fits the record: stop the job, or go on from there."
+        ),
+    ] = OnDivergenceChoice.strict,
     wait: Annotated[bool, typer.Option("--wait", help="Do not end while a message waits for a signal.")] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Messages that are processed at a time.")] = 64,
     checkpoint_interval: Annotated[float, typer.Option(min=0.01, help="Seconds between checkpoints.")] = 5.0,
@@ -178,14 +212,17 @@ def run(
             checkpoint_interval=checkpoint_interval,
             on_failure=on_failure.value,
             max_attempts=max_attempts,
+            on_divergence=on_divergence.value,
             cipher=None if cipher is None else load_cipher(cipher),
         )
         opened_source, opened_sink = open_source(source), open_sink(sink)
         if isinstance(opened_sink, JsonLinesSink):
             _check_apart(opened_sink.path, source, runner)
             opened_sink = JsonLinesSink(sink, append=append)
+        runner._at_once = _end_soon
         with _progress_bar(progress and sys.stderr.isatty()) as on_progress:
-            report = _run_to_the_end(runner, opened_source, opened_sink, key, on_bad_input, wait, on_progress)
+            told = _told_when_stopping(on_progress)
+            report = _run_to_the_end(runner, opened_source, opened_sink, key, on_bad_input, wait, told)
     # Outputs on standard output are not to be mixed with the summary.
     print(_as_json(report) if as_json else _summary(report), file=sys.stderr if sink == "-" else sys.stdout)
     raise typer.Exit(_exit_code(report))
@@ -198,7 +235,7 @@ def _run_to_the_end(
     key: str | None,
     on_bad_input: BadInputChoice,
     wait: bool,
-    on_progress: OnProgress | None,
+    on_progress: OnProgress,
 ) -> RunReport:
     import asyncio
 
@@ -369,6 +406,8 @@ def _summary(report: RunReport) -> str:
         ("checkpoints", report.checkpoints),
         ("seconds", f"{report.seconds:.2f}"),
     ]
+    if report.diverged:
+        rows.insert(4, ("messages rerun by changed code", report.diverged))
     if report.waiting:
         rows.insert(5, ("waiting behind a parked message", report.waiting))
     if report.skipped or report.set_aside:
@@ -411,6 +450,27 @@ def _progress_bar(shown: bool) -> Iterator[OnProgress | None]:
             bar.update(task, description=job, completed=progress.read, total=progress.total, counts=counts)
 
         yield on_progress
+
+
+def _told_when_stopping(shown: OnProgress | None) -> OnProgress:
+    """*shown*, which is None if there is nothing to show, and a line when a signal has come and calls have to end."""
+    told = False
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal told
+        if shown is not None:
+            shown(progress)
+        if not told and progress.in_flight and progress.report.stopped_by in _SIGNAL_CODES:
+            told = True
+            messages = "1 message" if progress.in_flight == 1 else f"{progress.in_flight:,} messages"
+            print(
+                f"dalsegno: stopping; waiting for the calls in flight of {messages} to end (Ctrl-C again to stop at "
+                "once, which leaves calls with effect 'once' in doubt)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return on_progress
 
 
 def _counts(report: RunReport, width: int) -> str:

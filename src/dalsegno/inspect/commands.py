@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dalsegno.errors import DalSegnoError, DefinitionError, StoreError
+from dalsegno.errors import DalSegnoError, DefinitionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dalsegno.inspect.decide import Outcome
-    from dalsegno.inspect.views import Lens, MessageSummary
+    from dalsegno.operate.decide import Outcome
+    from dalsegno.operate.views import Lens, MessageSummary
     from dalsegno.stores.base import JobInfo, StoreInspector
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
@@ -60,12 +60,13 @@ def runs(
 ) -> None:
     """List the jobs, and whether they run."""
     from dalsegno.inspect import output
+    from dalsegno.operate.operator import place_of
 
     found: list[tuple[str, JobInfo]] = []
     failures: list[str] = []
     for url in _default_stores() if store is None else [store]:
         try:
-            with closing(_inspector(url)) as inspector:
+            with closing(place_of(url).inspect()) as inspector:
                 found += [(url, info) for info in inspector.jobs()]
         except DalSegnoError as error:
             if store is not None:
@@ -107,14 +108,16 @@ def show(
 def _chosen(
     inspector: StoreInspector, job: str, key: bytes | None, state: StateChoice | None, lens: Lens
 ) -> Iterator[MessageSummary]:
-    from dalsegno.inspect.lookup import find_messages, perhaps_set_aside, summaries
-    from dalsegno.inspect.views import SET_ASIDE, State
+    from dalsegno.operate.lookup import find_messages, perhaps_in_flight, perhaps_set_aside, summaries
+    from dalsegno.operate.views import SET_ASIDE, State
 
     messages = None
     if key is not None:
         messages = find_messages(inspector, job, None, key)
     elif state is not None and State(state) in SET_ASIDE:
         messages = perhaps_set_aside(inspector, job, lens)
+    elif state == StateChoice.in_flight:
+        messages = perhaps_in_flight(inspector, job, lens)
     for summary in summaries(inspector, job, messages, lens):
         if state in (None, str(summary.state)) or (state == "parked" and summary.state in SET_ASIDE):
             yield summary
@@ -124,8 +127,8 @@ def _show_one(
     inspector: StoreInspector, info: JobInfo, what: str, key: bytes | None, lens: Lens, as_json: bool
 ) -> None:
     from dalsegno.inspect import output
-    from dalsegno.inspect.lookup import decisions_by_message, find_call, find_message, find_messages, looks_like_call
-    from dalsegno.inspect.views import message_json
+    from dalsegno.operate.lookup import decisions_by_message, find_call, find_message, find_messages, looks_like_call
+    from dalsegno.operate.views import message_json
 
     call = None
     # What is the id of a message is not taken for the digits of a call.
@@ -159,7 +162,7 @@ def resolve(
     as_json: AsJson = False,
 ) -> None:
     """Answer whether a call in doubt happened."""
-    from dalsegno.inspect import decide
+    from dalsegno.operate import decide
 
     if (happened is None) is not did_not_happen:
         raise DefinitionError("say either --happened JSON, with what the call returned, or --did-not-happen")
@@ -179,7 +182,7 @@ def retry(
     as_json: AsJson = False,
 ) -> None:
     """Run a message again that was set aside because it failed."""
-    from dalsegno.inspect import decide
+    from dalsegno.operate import decide
 
     if (message is None) is not every:
         raise DefinitionError("say which MESSAGE is to be run again, or --all")
@@ -203,7 +206,7 @@ def send_signal(
     as_json: AsJson = False,
 ) -> None:
     """Give a message the signal that it waits for."""
-    from dalsegno.inspect import decide
+    from dalsegno.operate import decide
 
     tree = _tree(value, "the value of the signal")
     with closing(_inspector_of(job, store, cipher)) as inspector:
@@ -236,7 +239,7 @@ def _end(
 def _lens(names: Sequence[str] = ()) -> Lens:
     """How all commands show payloads: without what lies under the name of a secret, or one of *names*."""
     from dalsegno.inspect.redact import Redactor
-    from dalsegno.inspect.views import Lens
+    from dalsegno.operate.views import Lens
 
     return Lens(redact=Redactor(names).redact)
 
@@ -248,28 +251,11 @@ def _default_stores() -> list[str]:
 
 
 def _inspector_of(job: str, store: str | None, cipher: str | None) -> StoreInspector:
-    from dalsegno.runners.local import default_store_path
-
-    if store is not None:
-        return _inspector(store, cipher)
-    path = default_store_path(job)
-    if not path.exists():
-        raise StoreError(
-            f"there is no file {str(path)!r}, where job {job!r} has its records unless told otherwise: go to the folder"
-            " that it is run in, or name its store with --store; 'dalsegno runs' lists the jobs of this folder"
-        )
-    return _inspector(f"sqlite:///{path}", cipher)
-
-
-def _inspector(url: str, cipher: str | None = None) -> StoreInspector:
     from dalsegno.inspect.cli import load_cipher
-    from dalsegno.stores import open_store
-    from dalsegno.stores.encrypting import EncryptingStore
+    from dalsegno.operate.operator import inspector_of, place_of
 
-    store = open_store(url)
-    if not store.persistent:
-        raise DefinitionError(f"{url!r} is in the memory of the process that runs the job, so nobody can look into it")
-    return store.inspect() if cipher is None else EncryptingStore(store, load_cipher(cipher)).inspect()
+    place = None if store is None else place_of(store)
+    return inspector_of(job, place, None if cipher is None else load_cipher(cipher))
 
 
 def _info(inspector: StoreInspector, job: str) -> JobInfo:
@@ -283,7 +269,7 @@ def _info(inspector: StoreInspector, job: str) -> JobInfo:
 
 
 def _key(inspector: StoreInspector, job: str, key: str | None, as_json: bool) -> bytes | None:
-    from dalsegno.inspect.lookup import find_key
+    from dalsegno.operate.lookup import find_key
 
     if key is None:
         return None
@@ -293,7 +279,7 @@ def _key(inspector: StoreInspector, job: str, key: str | None, as_json: bool) ->
 def _tree(text: str, what: str) -> Any:
     """The codec tree of a JSON argument."""
     from dalsegno.core import codec
-    from dalsegno.inspect.lookup import parse_json
+    from dalsegno.operate.lookup import parse_json
 
     try:
         value = parse_json(text)

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from dalsegno.core.decisions import parse_target
 from dalsegno.errors import RecordError
-from dalsegno.inspect.decide import Outcome
-from dalsegno.inspect.lookup import key_text, printable
-from dalsegno.inspect.views import (
+from dalsegno.operate.decide import Outcome
+from dalsegno.operate.lookup import key_text, printable
+from dalsegno.operate.views import (
     SHOWN_DIGITS,
     Lens,
     MessageSummary,
@@ -211,7 +211,8 @@ def _how_to(job: str, message: dict[str, Any], question: dict[str, Any]) -> list
 
 def _print_call(call: dict[str, Any], cut: int | None) -> None:
     attempt = f", attempt {call['attempt']}" if call["attempt"] > 1 else ""
-    _print_line(f"{call['call'][:SHOWN_DIGITS]}  {call['name']}  {call['effect']}, {call['status']}{attempt}", 2)
+    lost = ", given up" if call.get("given_up") else ""
+    _print_line(f"{call['call'][:SHOWN_DIGITS]}  {call['name']}  {call['effect']}, {call['status']}{attempt}{lost}", 2)
     args = call["args"] if isinstance(call["args"], list) else [call["args"]]  # redacted as a whole
     arguments = [_payload(each, cut) for each in args]
     if isinstance(call["kwargs"], dict):

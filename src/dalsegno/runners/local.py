@@ -25,24 +25,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
-from urllib.parse import quote
 
 from dalsegno.agent import Agent, check_agent
 from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
-from dalsegno.core.identity import digest
 from dalsegno.core.task import Environment
 from dalsegno.errors import DefinitionError, InputError
 from dalsegno.memory import Leaf, Node
+from dalsegno.operate.operator import Operator
 from dalsegno.runners.checkpoints import CheckpointFile
-from dalsegno.runners.pipeline import OnBadInput, OnFailure, Pipeline
+from dalsegno.runners.pipeline import OnBadInput, OnDivergence, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
 from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
+from dalsegno.stores.default import default_store_path, file_name
 from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
@@ -56,13 +57,18 @@ class LocalRunner:
     *store* is a URL or a store; unless given, ``.dalsegno/<job>.db`` below the present directory. *checkpoints* is the
     file that holds the job's checkpoints; unless given, it lies beside an SQLite store, or in memory with a store
     that is in memory. *max_in_flight* bounds the messages that are processed at a time, *checkpoint_interval* is in
-    seconds, *linger* is how long, in seconds, a record that nobody waits for may wait for company. With a *cipher* all
-    payloads in the store and the checkpoints are encrypted; a job has the same one, or none, in all of its runs.
+    seconds, and a thousand finished messages bring about a checkpoint before its time; *linger* is how long, in
+    seconds, a record that nobody waits for may wait for company. With a *cipher* all payloads in the store and the
+    checkpoints are encrypted; a job has the same one, or none, in all of its runs.
 
     *on_failure* says what becomes of a message whose action raises: ``"stop"`` ends the run with the error, and the
     next run tries the message again; ``"park"`` sets the message aside until it is retried. *max_attempts*, 3 or
     more, parks a message during which the process was killed that many times, the last of them while nothing else ran,
     so that one that kills the process does not do so for ever; unless given, there is no limit.
+
+    *on_divergence* says what becomes of a message in flight whose record the changed code no longer fits:
+    ``"strict"`` ends the run with `DivergenceError`, before anything executes; ``"rerun"`` goes on with a warning:
+    recorded calls that the code still makes keep their answers, the others are given up, new ones are executed.
 
     Raises `DefinitionError` for a wrong agent or option.
     """
@@ -79,11 +85,14 @@ class LocalRunner:
         linger: float = 0.002,
         on_failure: OnFailure = "stop",
         max_attempts: int | None = None,
+        on_divergence: OnDivergence = "strict",
         cipher: PayloadCipher | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
         _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts)
+        if on_divergence not in ("strict", "rerun"):
+            raise DefinitionError(f"on_divergence={on_divergence!r} is not one of 'strict', 'rerun'")
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
         self._cipher = _checked_cipher(cipher, self._store)
         self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints), cipher)
@@ -92,8 +101,11 @@ class LocalRunner:
         self._linger = linger
         self._park_failures = on_failure == "park"
         self._max_attempts = max_attempts
+        self._rerun = on_divergence == "rerun"
         self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
         self._pipeline: Pipeline | None = None
+        self._at_once: Callable[[str], None] | None = None
+        """Told of the second signal during `run`, for a command that must end even if the run cannot."""
 
     def run(
         self,
@@ -151,6 +163,10 @@ class LocalRunner:
             self._pipeline.report.stopped_by = self._pipeline.report.stopped_by or "stop()"
             self._pipeline.stop()
 
+    def operator(self) -> Operator:
+        """An `Operator` of this job: sees what is parked and decides about it, also while this runner runs it."""
+        return Operator(job=self.job, store=self._store, cipher=self._cipher)
+
     def memories(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Each key with its short-term memory, as nested dicts, after a run."""
         for key, node in self._checkpoints.memories():
@@ -181,7 +197,7 @@ class LocalRunner:
         try:
             store = self._store if self._cipher is None else EncryptingStore(self._store, self._cipher)
             log = GroupCommit(store.put, linger=self._linger)
-            environment = Environment(self.job, log, _in_pool(pool), self._clock)
+            environment = Environment(self.job, log, _in_pool(pool), self._clock, rerun=self._rerun)
             self._pipeline = Pipeline(
                 agent=self.agent,
                 environment=environment,
@@ -203,7 +219,7 @@ class LocalRunner:
             )
             refresh = _Refresh(self._pipeline, opened, started, on_progress)
             try:
-                with _signals(self.stop, report) if signals else nullcontext():
+                with _signals(self.stop, report, self._at_once) if signals else nullcontext():
                     refresh.start()
                     await self._pipeline.run()
             finally:
@@ -230,17 +246,6 @@ class LocalRunner:
             name = stem.name if own else f"{stem.name}.{file_name(self.job, longest=80)}"
             return stem.with_name(f"{name}.checkpoints.db")
         return Path(".dalsegno") / f"{file_name(self.job)}.checkpoints.db"
-
-
-def file_name(job: str, longest: int = 150) -> str:
-    """*job* as a part of a file name, of at most *longest* characters; two jobs never share one."""
-    name = quote(job, safe=" @+=,").replace(".", "%2E")
-    return name if len(name) <= longest else f"{name[: longest - 33]}~{digest(job)}"
-
-
-def default_store_path(job: str) -> Path:
-    """Where a job's records lie unless a store is given."""
-    return Path(".dalsegno") / f"{file_name(job)}.db"
 
 
 def _check_options(
@@ -353,11 +358,12 @@ class _Refresh:
     def _update(self) -> None:
         report, counters = self._pipeline.report, self._pipeline.environment.counters
         report.calls_executed, report.calls_replayed = counters.executed, counters.replayed
+        report.diverged = counters.diverged
         report.parked = self._pipeline.parked()
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.position)
-            self._on_progress(Progress(report, read, self._source.total()))
+            self._on_progress(Progress(report, read, self._source.total(), self._pipeline.in_flight()))
 
 
 @contextmanager
@@ -378,28 +384,38 @@ def _tuned_interpreter() -> Iterator[None]:
 
 
 @contextmanager
-def _signals(stop: Callable[[], None], report: RunReport) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once."""
+def _signals(stop: Callable[[], None], report: RunReport, at_once: Callable[[str], None] | None) -> Iterator[None]:
+    """The first SIGINT or SIGTERM stops the run cleanly, the second one at once.
+
+    *at_once* is told of the second one when it comes, between any two steps of the program.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
+    seen = False
 
-    def on_signal(number: signal.Signals) -> None:
+    def in_loop(name: str) -> None:
         if report.stopped_by is not None and main is not None:
             # The loop would wait for its own threads, too, and a callee may sit in one for ever.
             loop.set_default_executor(ThreadPoolExecutor(1))
-            main.cancel(number.name)
+            main.cancel(name)
             return
-        report.stopped_by = number.name
+        report.stopped_by = name
         stop()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        name = signal.Signals(number).name
+        if at_once is not None and (seen or report.stopped_by is not None):
+            at_once(name)  # here, as an action may block the loop
+        seen = True
+        loop.call_soon_threadsafe(in_loop, name)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -33,11 +33,13 @@ from dalsegno.agent import Agent
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.executor import Executor, Finished, Message, Parked
+from dalsegno.core.late import LateCalls
 from dalsegno.core.records import Park, TaskActionState, by_message
 from dalsegno.core.task import Environment, Stopped
-from dalsegno.errors import CodecError, DivergenceError, InputError, RestoreError, StoreError
+from dalsegno.errors import CodecError, DalSegnoError, DivergenceError, InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
 from dalsegno.runners.checkpoints import BadRecord, Checkpoint, CheckpointFile, InboxEntry, JobIdentity
+from dalsegno.runners.closing import close_all
 from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.report import ParkedMessage, RunReport
 from dalsegno.runners.sinks import Sink
@@ -48,13 +50,20 @@ _logger = logging.getLogger("dalsegno")
 
 OnBadInput = Literal["stop", "skip", "park"]
 OnFailure = Literal["stop", "park"]
+OnDivergence = Literal["strict", "rerun"]
 
 _BUFFERED_PER_SLOT = 16
-_CACHED_KEYS = 10_000
+_CACHED_KEYS = 1_000
+_UNCOVERED = 1_000
+"""This many messages that are finished, or bad records set aside, bring about a checkpoint before its time: what they
+changed is in memory until then."""
 _SET_ASIDE_IN_MEMORY = 5_000
 _INBOX_CHUNK = 500
 _MESSAGES_A_TURN = 4
 _LISTEN_SECONDS = 0.5
+
+_late_calls: dict[str, LateCalls] = {}
+"""By the identity of a job's store: what the runs of this process left in threads."""
 
 
 @dataclass(slots=True)
@@ -153,10 +162,13 @@ class Pipeline:
         self._begun_before = 0
         """Messages before this ordinal may have been begun by a run that did not come to its end."""
         self._wait = wait
+        self._max_in_flight = max_in_flight
         self._slots = asyncio.Semaphore(max_in_flight)
         self._room = max_in_flight * _BUFFERED_PER_SLOT
         self._keys: OrderedDict[bytes, KeyState] = OrderedDict()
         self._workers: set[asyncio.Task[None]] = set()
+        self._cancelled: set[asyncio.Task[None]] = set()
+        """The tasks that this pipeline itself has cancelled."""
         self._reader: asyncio.Task[None] | None = None
         self._admitted = 0
         self._set_aside = 0
@@ -193,20 +205,21 @@ class Pipeline:
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
         await self._store.open(self._job, self._owner)
+        failure: BaseException | None = None
         try:
+            self.environment.late = _late_calls.setdefault(self._store.identity, self.environment.late)
+            self.environment.late.forget_ended()
             await self._restore()
             self._restored = True
             await self._process_all()
+        except BaseException as error:
+            failure = error
+            raise
         finally:
-            try:
-                await self._end_thread()
-            finally:
-                self._sink.close()
-                await self._source.close()
-                if self._max_attempts is not None and self._restored:
-                    self._checkpoints.end_run()
-                self._checkpoints.close()
-                await self._store.close()
+            closings = [self._end_thread, self._sink.close, self._source.close]
+            if self._max_attempts is not None and self._restored:
+                closings.append(self._checkpoints.end_run)
+            await close_all(failure, [*closings, self._checkpoints.close, self._store.close])
 
     async def _end_thread(self) -> None:
         """Wait until a checkpoint that a cancelled run has begun to write is written: it uses what is closed next."""
@@ -219,25 +232,29 @@ class Pipeline:
         self.environment.stop()
         self._news.set()
         if self._reader is not None:
-            self._reader.cancel()
+            self._cancel(self._reader)
+
+    def _cancel(self, *tasks: asyncio.Task[None]) -> None:
+        self._cancelled.update(tasks)
+        for task in tasks:
+            task.cancel()
 
     async def _process_all(self) -> None:
-        self._reader = asyncio.create_task(self._guarded(self._read), name="dalsegno-reader")
-        checkpointer = asyncio.create_task(self._guarded(self._checkpoint_now_and_then), name="dalsegno-checkpointer")
-        listener = asyncio.create_task(self._guarded(self._listen), name="dalsegno-listener")
+        self._reader = self._begin(self._read, f"reading {self._source.describe()}", "reader")
+        checkpointer = self._begin(self._checkpoint_now_and_then, "taking checkpoints", "checkpointer")
+        listener = self._begin(self._listen, "looking for decisions", "listener")
         if self.environment.stopping:  # asked to before there was anything to stop
-            self._reader.cancel()
+            self._cancel(self._reader)
         try:
             await asyncio.wait([self._reader])
             await self._work_off()
-            listener.cancel()
+            self._cancel(listener)
             await asyncio.wait([listener])
             await self._guarded(self._log.close)  # what no message waits for any more
         except asyncio.CancelledError:
             self._tainted = True  # what becomes durable from now on is for the next run to finish
             self.environment.cancelled = True
-            for task in (self._reader, checkpointer, listener, *self._workers):
-                task.cancel()
+            self._cancel(self._reader, checkpointer, listener, *self._workers)
             await asyncio.wait([self._reader, checkpointer, listener, *self._workers])
             raise
         self._ending = True
@@ -245,6 +262,9 @@ class Pipeline:
         await checkpointer
         if self._failure is not None:
             raise self._failure
+
+    def _begin(self, activity: Callable[[], Coroutine[Any, Any, None]], about: str, name: str) -> asyncio.Task[None]:
+        return asyncio.create_task(self._guarded(activity, lambda: about), name=f"dalsegno-{name}")
 
     async def _work_off(self) -> None:
         """Wait for the workers, and, if that is asked for, for the messages that wait for a signal."""
@@ -262,12 +282,16 @@ class Pipeline:
             self._news.clear()
             await self._news.wait()
 
-    async def _guarded(self, activity: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run one activity; its failure stops the others."""
+    async def _guarded(
+        self, activity: Callable[[], Coroutine[Any, Any, None]], about: Callable[[], str] | None = None
+    ) -> None:
+        """Run one activity; its failure stops the others. *about* says what it does just now."""
         try:
             await activity()
         except asyncio.CancelledError:
-            if not self.environment.stopping:
+            if about is not None and asyncio.current_task() not in self._cancelled:
+                self._fail(_cancelled_by_others(self._job, about()))
+            elif not self.environment.stopping:
                 raise
         except Stopped:
             pass
@@ -407,6 +431,8 @@ class Pipeline:
             self.report.set_aside += 1
             _logger.warning("%s: %s; set aside", value.where, value.reason)
             self._bad.append(BadRecord(item.ordinal, value.where, value.reason, value.raw))
+            if len(self._bad) >= _UNCOVERED:
+                self._checkpoint_due.set()
         return None
 
     def _key_for(self, value: Any) -> Any:
@@ -440,7 +466,9 @@ class Pipeline:
     def _start(self, state: KeyState) -> None:
         if not state.busy:
             state.busy = True
-            worker = asyncio.create_task(self._guarded(functools.partial(self._work, state)))
+            worker = asyncio.create_task(
+                self._guarded(functools.partial(self._work, state), functools.partial(_work_on, state))
+            )
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
 
@@ -525,6 +553,8 @@ class Pipeline:
         if entry.stored:
             self._finished_entries.append(entry.ordinal)
         self._covered.append((state.key, entry.message.id))
+        if len(self._covered) >= _UNCOVERED:
+            self._checkpoint_due.set()
         self._admitted -= 1
         self._changes += 1
         if self._admitted <= self._room // 2:  # so that the reader admits many at a time
@@ -582,6 +612,10 @@ class Pipeline:
             ]
         return self._parked_told
 
+    def in_flight(self) -> int:
+        """How many messages are being run."""
+        return min(len(self._workers), self._max_in_flight)
+
     def _parking_changed(self) -> None:
         self._parked_told = None
         self._news.set()
@@ -600,6 +634,10 @@ class Pipeline:
             self._note(decision)
             state = self._parked.get(decision.key)
             if state is not None and state.parked is not None and state.parked.message == decision.message:
+                self._take_up(state)
+        for key, message in [*self.environment.late.newly_ended()]:
+            state = self._parked.get(key)
+            if state is not None and state.parked is not None and state.parked.message == message:
                 self._take_up(state)
         now = self.environment.clock()
         for state in [*self._parked.values()]:
@@ -645,7 +683,7 @@ class Pipeline:
     # The checkpointer.
 
     async def _checkpoint_now_and_then(self) -> None:
-        seen = self._changes
+        seen = 0  # not the count of now: the reader may be far by the time that this is run first
         last = False
         while not last:
             try:
@@ -711,3 +749,17 @@ class Pipeline:
             if not (state.busy or state.queue or state.done or state.held or state.history or key in self._changed):
                 del self._keys[key]
                 surplus -= 1
+
+
+def _work_on(state: KeyState) -> str:
+    entry = state.queue[0] if state.queue else None
+    about = f", message {entry.message.id!r}" if entry is not None else ""
+    return f"running the actions of key {codec.decode(state.key)!r}{about}"
+
+
+def _cancelled_by_others(job: str, about: str) -> Exception:
+    """What is raised for a task that something else cancelled: its work is not done, and nobody said to stop."""
+    return DalSegnoError(
+        f"job {job!r}: a task of the run was cancelled by other code while it was {about}; what it did not finish is "
+        "done by the next run. Cancel only tasks that your code made; a run is stopped with LocalRunner.stop()"
+    )

@@ -37,6 +37,8 @@ class RunReport:
     """Input records that could not be read and were skipped."""
     set_aside: int = 0
     """Input records that could not be read and were set aside."""
+    diverged: int = 0
+    """Messages that went on, with ``on_divergence="rerun"``, although the code no longer fitted their record."""
     checkpoints: int = 0
     seconds: float = 0.0
     stopped_by: str | None = None
@@ -53,6 +55,8 @@ class Progress:
     report: RunReport
     read: int
     total: int | None
+    in_flight: int = 0
+    """Messages that are being run now."""
 
 
 OnProgress = Callable[[Progress], None]

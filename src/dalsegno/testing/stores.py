@@ -330,6 +330,18 @@ class StoreSuite(ABC):
                 assert await store.claim(key) == states(put, key)
 
     @in_loop
+    async def test_what_an_earlier_owner_wrote_can_be_pruned(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as store:
+            await store.put([step(key, message) for key in (b"1", b"2") for message in ("m", "n")])
+        async with self.opened(tmp_path) as store:
+            assert (await store.prune(Covered(1, [(b"1", "m"), (b"2", "m"), (b"2", "n")]))).records == 3
+            assert await store.keys() == [b"1"]
+            await store.put([step(b"2", "o")])
+            assert await store.claim(b"2") == states([step(b"2", "o")], b"2")
+        async with self.opened(tmp_path) as store:
+            assert await store.claim(b"1") == states([step(b"1", "n")], b"1")
+
+    @in_loop
     async def test_pruning_any_key_and_id(self, tmp_path: Path) -> None:
         put = [step(key, text) for key in ODD_KEYS[::3] for text in ODD_TEXTS]
         put += [step(key, "m") for key in ODD_KEYS]

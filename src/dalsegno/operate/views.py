@@ -261,7 +261,7 @@ def _update_json(update: dict[str, Any], lens: Lens) -> dict[str, Any]:
 
 
 def call_json(state: TaskActionState, call: CallState, lens: Lens = PLAIN) -> dict[str, Any]:
-    """One call; it has ``result`` or ``error`` if that is recorded."""
+    """One call; it has ``result`` or ``error`` if that is recorded, and ``given_up`` if it no longer binds the code."""
     status = "waiting" if is_waiting(call) else "in-doubt" if is_in_doubt(state, call) else str(call.status)
     shown: dict[str, Any] = {
         "call": call_id(state.key, state.message, state.task, call.number),
@@ -273,6 +273,8 @@ def call_json(state: TaskActionState, call: CallState, lens: Lens = PLAIN) -> di
         "args": lens.redact(call.args),
         "kwargs": lens.redact(call.kwargs),
     }
+    if any(call.number in lost.calls for lost in state.given_up):
+        shown["given_up"] = True
     if call.error is not None:
         shown["error"] = lens.redact(call.error)
     elif call.status is CallStatus.COMPLETED:

@@ -10,9 +10,11 @@ from dalsegno.core import codec
 from dalsegno.core.codec import Tree
 from dalsegno.core.decisions import Answer, Resolved, Retried, Signalled, load, parse_target
 from dalsegno.errors import InspectError, RecordError
-from dalsegno.inspect.lookup import find_call, find_message, find_messages, key_text, perhaps_set_aside, some, summaries
-from dalsegno.inspect.views import PLAIN, SHOWN_DIGITS, Lens, Question, State
+from dalsegno.operate.lookup import find_call, find_message, find_messages, key_text, perhaps_set_aside, some, summaries
+from dalsegno.operate.views import PLAIN, SHOWN_DIGITS, Lens, Question, State
 from dalsegno.stores.base import Decision, StoreInspector
+
+_SAY_WHICH = "say with --message which one is meant, in Python with message_id="
 
 
 class Outcome(NamedTuple):
@@ -46,17 +48,26 @@ def resolve(
     return _decide(inspector, job, question, Resolved(task, number, attempt, happened, result))
 
 
-def retry(inspector: StoreInspector, job: str, message: str, key: bytes | None = None, lens: Lens = PLAIN) -> Outcome:
-    """Let the message run again that was set aside because it failed."""
-    found = find_message(inspector, job, message, key)
-    question = next(questions(inspector, job, "retry", [found], lens), None)
-    if question is None:
-        failed = (each.message for each in questions(inspector, job, "retry", lens=lens))
+def retry(
+    inspector: StoreInspector, job: str, message: str | None, key: bytes | None = None, lens: Lens = PLAIN
+) -> Outcome:
+    """Let the message run again that was set aside because it failed: the one that is named, or the one of *key*."""
+    if message is None:
+        messages = find_messages(inspector, job, None, key)
+    else:
+        messages = [find_message(inspector, job, message, key)]
+    found = list(questions(inspector, job, "retry", messages, lens))
+    of_key = f"of key {key_text(key)} " if key is not None else ""
+    if len({each.message for each in found}) > 1:
         raise InspectError(
-            f"message {message!r} of job {job!r} is not set aside as failed, so there is nothing to retry; "
-            f"{some('failed are', failed)}"
+            f"several messages {of_key}of job {job!r} are set aside as failed: {_SAY_WHICH}; "
+            f"{some('they are', (each.message for each in found))}"
         )
-    return _retry(inspector, job, question)
+    if not found:
+        failed = (each.message for each in questions(inspector, job, "retry", lens=lens))
+        which = f"message {message!r} of job {job!r} is not" if message is not None else f"no message {of_key}is"
+        raise InspectError(f"{which} set aside as failed, so there is nothing to retry; {some('failed are', failed)}")
+    return _retry(inspector, job, found[0])
 
 
 def retry_all(inspector: StoreInspector, job: str, key: bytes | None = None, lens: Lens = PLAIN) -> Iterator[Outcome]:
@@ -88,8 +99,8 @@ def signal(
         found = [each for each in found if each.decision is None] or found
         if len({each.message for each in found}) > 1:
             raise InspectError(
-                f"several messages of key {key_text(key)} wait for the signal {name!r}: say with --message which one "
-                f"is meant; {some('they are', (each.message for each in found))}"
+                f"several messages of key {key_text(key)} wait for the signal {name!r}: {_SAY_WHICH}; "
+                f"{some('they are', (each.message for each in found))}"
             )
     if not found:
         waiting = [f"{each.name} (key {key_text(each.key)})" for each in of_key] or (

@@ -1,0 +1,522 @@
+"""The tests test: with a mechanism switched off, the tests about it fail, and fail by what they assert.
+
+Each mechanism is switched off in a copy of the source tree, by replacing lines that must be there exactly once. The
+tests about it run in a child process on that copy. A failure counts only if the test was collected and set up, failed
+while it ran, and failed with the words that are written down here: a copy that cannot be imported proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120.0
+"""Seconds for one child process on a busy machine."""
+
+PLUGIN = """
+import json, pathlib
+import pytest
+
+out = pathlib.Path(__file__).with_name("outcomes")
+
+def note(**what):
+    with out.open("a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+def pytest_sessionstart(session):
+    import dalsegno
+    note(test="dalsegno", when="import", outcome="passed", why=dalsegno.__file__)
+
+def pytest_collectreport(report):
+    if report.failed:
+        note(test=report.nodeid, when="collect", outcome="failed", why=str(report.longrepr))
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    why = "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"
+    note(test=report.nodeid, when=report.when, outcome=report.outcome, why=why)
+    return report
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one phase of one test ended, and with which exception."""
+
+    test: str
+    when: str
+    outcome: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """Whole lines of a *file* of the package, and what stands there *instead*, both without common indentation."""
+
+    file: str
+    lines: str
+    instead: str
+
+    def apply(self, source: Path) -> None:
+        path = source / "dalsegno" / self.file
+        text = path.read_text()
+        found = [*self._pattern().finditer(text)]
+        assert len(found) == 1, f"bring this change up to date, {self.file} has it {len(found)} times:\n{self.lines}"
+        (place,) = found
+        instead = textwrap.indent(textwrap.dedent(self.instead).strip("\n"), place["indentation"])
+        path.write_text(text[: place.start()] + instead + text[place.end() :])
+
+    def _pattern(self) -> re.Pattern[str]:
+        lines = textwrap.dedent(self.lines).strip("\n").split("\n")
+        return re.compile("^(?P<indentation> *)" + "\n(?P=indentation)".join(map(re.escape, lines)) + "$", re.MULTILINE)
+
+
+def copied(folder: Path, changes: Sequence[Change] = ()) -> Path:
+    """A copy of the project in *folder*, with *changes*."""
+    copy = folder / "copy"
+    shutil.copytree(ROOT / "src", copy / "src")
+    shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    (copy / "outcomes_plugin.py").write_text(PLUGIN)
+    for change in changes:
+        change.apply(copy / "src")
+    return copy
+
+
+def outcomes(copy: Path, tests: Sequence[str]) -> list[Outcome]:
+    """Run *tests* in a process of their own on the *copy*."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes_plugin", *tests]
+    done = subprocess.run(
+        command,
+        cwd=copy,
+        env={**environment, "PYTHONPATH": str(copy)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=PATIENCE,
+        check=False,
+    )
+    lines = (copy / "outcomes").read_text().splitlines() if (copy / "outcomes").exists() else []
+    found = [Outcome(**json.loads(line)) for line in lines]
+    assert found, f"the child process did not run the tests:\n{done.stdout.decode()}"
+    imported = found.pop(0)
+    assert Path(imported.why).is_relative_to(copy), f"the child process tested {imported.why}"
+    return found
+
+
+def assert_passed(found: Sequence[Outcome], tests: Sequence[str]) -> None:
+    assert [outcome for outcome in found if outcome.outcome != "passed"] == []
+    assert {outcome.test for outcome in found if outcome.when == "call"} == set(tests)
+
+
+def assert_failed(found: Sequence[Outcome], tests: dict[str, str]) -> None:
+    """Each of *tests* was set up, and then failed by the words that are its value, a regular expression."""
+    called = {outcome.test: outcome for outcome in found if outcome.when == "call"}
+    assert [outcome for outcome in found if outcome.when != "call" and outcome.outcome != "passed"] == []
+    assert set(called) == set(tests)
+    for test, words in tests.items():
+        assert called[test].outcome == "failed", f"{test} passes although the mechanism is off"
+        assert re.search(words, called[test].why, re.DOTALL), f"{test} failed for another reason: {called[test].why}"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mechanism that is switched off by *changes*, and for each test about it the words with which it fails."""
+
+    mechanism: str
+    changes: Sequence[Change]
+    tests: dict[str, str]
+
+
+def on_both(test: str, words: str) -> dict[str, str]:
+    """*test* with each store; its name ends with what else it is given, as in ``test[memory-a]``."""
+    name, _, given = test.rstrip("]").partition("[")
+    return {f"tests/{name}[{store}{'-' if given else ''}{given}]": words for store in ("memory", "sqlite")}
+
+
+FENCED = "DID NOT RAISE .*FencedError"
+
+MUTATIONS = [
+    Mutation(
+        "a barrier before a call that the outside world can tell",
+        [
+            Change(
+                "core/task.py",
+                """
+                self._journal.request(call, effect, answer)
+                await self._environment.log.barrier()
+                """,
+                "self._journal.request(call, effect, answer)",
+            )
+        ],
+        on_both(
+            "test_executor.py::test_a_store_that_never_answers_keeps_every_effect_back",
+            r"^AssertionError: assert \['a'\] == \[\]",
+        ),
+    ),
+    Mutation(
+        "recorded results are played back",
+        [
+            Change(
+                "core/task.py",
+                """
+                    return await self._replayed(call)
+                if options.retry is None and not (callee.marked or options.idempotency_key):
+                """,
+                """
+                    pass
+                if options.retry is None and not (callee.marked or options.idempotency_key):
+                """,
+            )
+        ],
+        on_both(
+            "test_faults.py::test_empty_results_replay_and_none_runs_again",
+            r"^AssertionError: assert \[2, 2, 2, .*\] == \[1, 1, 1, .*\]",
+        ),
+    ),
+    Mutation(
+        "the action gets the decoded record of a result",
+        [
+            Change(
+                "core/task.py",
+                "return self._completed(call, tree)",
+                """
+                self._completed(call, tree)
+                return result
+                """,
+            )
+        ],
+        on_both(
+            "test_executor.py::test_what_a_call_returns_is_the_decoded_record_in_the_first_run_too",
+            r"^AssertionError: .*'right': \[1\]",
+        ),
+    ),
+    Mutation(
+        "the action gets the decoded record of a failure",
+        [Change("core/task.py", "return decoded.with_traceback(error.__traceback__)", "return error")],
+        on_both(
+            "test_faults.py::test_an_exception_with_required_keyword_arguments_is_the_same_in_the_replay",
+            r"^AssertionError: .*object object at",
+        ),
+    ),
+    Mutation(
+        "an outcome that cannot be loaded is no failure of the call",
+        [Change("core/task.py", "await self._stop_with(self._unrecordable(call, error, why).reason)", "raise")],
+        on_both(
+            "test_unloadable_outcomes.py::test_nor_does_one_that_makes_calls_side_by_side[gathered]",
+            "DID NOT RAISE .*ActionError",
+        ),
+    ),
+    Mutation(
+        "nothing goes on past a failed write",
+        [
+            Change(
+                "core/commit.py",
+                "await self._put(batch)",
+                """
+                try:
+                    await self._put(batch)
+                except Exception:
+                    pass
+                """,
+            )
+        ],
+        {
+            **on_both(
+                "test_faults.py::test_after_the_store_is_back_what_was_recorded_is_not_executed_again",
+                "DID NOT RAISE .*StoreError",
+            ),
+            **on_both(
+                "test_executor.py::test_a_read_does_not_start_after_a_failed_write", "DID NOT RAISE .*StoreError"
+            ),
+        },
+    ),
+    Mutation(
+        "a failure becomes history only when the action goes on",
+        [
+            Change(
+                "core/journal.py",
+                "self._pending_failures[call.state.number] = call",
+                """
+                self._pending_failures[call.state.number] = call
+                self._record_failures(call.strand)
+                """,
+            )
+        ],
+        {
+            **on_both(
+                "test_faults.py::test_an_error_that_leaves_the_action_is_tried_again_and_a_caught_one_replays",
+                "^ActionError: .*down too",
+            ),
+            "tests/test_journal.py::test_a_failure_that_leaves_the_action_is_not_final[read-kinds0]": (
+                r"^AssertionError: assert \['called'\] == \[\]"
+            ),
+        },
+    ),
+    Mutation(
+        "a cancellation is never an outcome",
+        [
+            Change(
+                "core/task.py",
+                "except SystemExit as error:",
+                """
+                except asyncio.CancelledError:
+                    self._journal.fail(call, codec.encode_exception(RuntimeError("cancelled")))
+                    raise
+                except SystemExit as error:
+                """,
+            )
+        ],
+        on_both(
+            "test_executor.py::test_a_cancelled_call_has_no_outcome_and_a_once_call_is_in_doubt",
+            "^AssertionError: assert 'completed' not in",
+        ),
+    ),
+    Mutation(
+        "what no longer fits the record is a divergence",
+        [Change("core/journal.py", "if concurrent and len(self._groups) == 1 and not self._later:", "if True:")],
+        on_both(
+            "test_faults.py::test_changed_code_stops_with_expected_and_found_before_anything_executes",
+            "DID NOT RAISE .*DivergenceError",
+        ),
+    ),
+    Mutation(
+        "a call is told apart by its arguments",
+        [
+            Change(
+                "core/journal.py", "if state.name == name and state.arguments == arguments:", "if state.name == name:"
+            )
+        ],
+        on_both(
+            "test_faults.py::test_an_argument_that_changes_by_itself_is_reported_and_not_charged_twice",
+            "DID NOT RAISE .*DivergenceError",
+        ),
+    ),
+    Mutation(
+        "the fingerprint is taken before the call",
+        [
+            Change(
+                "core/task.py",
+                "return await function(*args, **kwargs)",
+                """
+                result = await function(*args, **kwargs)
+                state.args = codec.to_tree(list(args), root="args")
+                state.arguments = fingerprint(state.args)
+                return result
+                """,
+            )
+        ],
+        on_both(
+            "test_faults.py::test_the_fingerprint_is_taken_before_the_call_that_changes_its_arguments",
+            r"^DivergenceError: .*Expected the recorded call sort\(\[1, 2, 3\]\)",
+        ),
+    ),
+    Mutation(
+        "calls that were in flight together match in any order",
+        [Change("core/journal.py", "if state.alone or not groups:", "if True:")],
+        {
+            f"tests/test_journal.py::test_calls_that_were_in_flight_together_match_in_any_order[{order}]": (
+                r"^DivergenceError: .*Expected the recorded call call\('a'\)"
+            )
+            for order in ("bac", "cba")
+        },
+    ),
+    Mutation(
+        "a call in doubt is not made again",
+        [
+            Change(
+                "core/task.py",
+                'if effect == "once" and _may_have_happened(call.state.status, options):',
+                "if False:",
+            )
+        ],
+        on_both(
+            "test_effects.py::test_a_call_in_doubt_that_nobody_can_tell_is_parked_and_not_made",
+            r"^AssertionError: assert \['a', 'a'\] == \['a'\]",
+        ),
+    ),
+    Mutation(
+        "an action that is done is not run again",
+        [Change("core/executor.py", "if recorded.done:", "if False:")],
+        on_both(
+            "test_conformance.py::test_no_action_that_is_done_is_run_again_whatever_came_since_the_checkpoint[1]",
+            "^AssertionError: .*2 == 1",
+        ),
+    ),
+    Mutation(
+        "nothing is pruned before its checkpoint is complete",
+        [
+            Change(
+                "runners/pipeline.py",
+                "covered, self._covered = self._covered, []",
+                """
+                covered, self._covered = self._covered, []
+                await self._store.prune(Covered(checkpoint.number, covered))
+                """,
+            )
+        ],
+        on_both(
+            "test_faults.py::test_nothing_is_pruned_before_the_checkpoint_is_complete",
+            r"^AssertionError: assert \[1, .*\] == \[\]",
+        ),
+    ),
+    Mutation(
+        "the records of unfinished messages are not pruned",
+        [
+            Change(
+                "runners/pipeline.py",
+                "covered, self._covered = self._covered, []",
+                """
+                covered, self._covered = self._covered, []
+                covered += [(entry.message.key_bytes, entry.message.id) for entry in entries]
+                """,
+            )
+        ],
+        on_both(
+            "test_effects.py::test_a_parked_message_does_not_block_checkpoints_and_its_record_stays",
+            r"^AssertionError: assert \[\] == ",
+        ),
+    ),
+    Mutation(
+        "the output file is cut back to the checkpoint",
+        [
+            Change(
+                "runners/sinks.py",
+                """
+                os.ftruncate(fd, end)
+                os.lseek(fd, end, os.SEEK_SET)
+                """,
+                "os.lseek(fd, 0, os.SEEK_END)",
+            )
+        ],
+        on_both(
+            "test_faults.py::test_outputs_of_replayed_messages_are_in_the_file_once",
+            r"^AssertionError: assert \[0, 1, 2, 0, 1, 2, ",
+        ),
+    ),
+    Mutation(
+        "a job has one owner, in memory",
+        [Change("stores/memory.py", "if job.epoch != self._epoch:", "if False:")],
+        {
+            "tests/test_store_conformance.py::TestMemoryStore::test_a_former_owner_can_do_nothing": FENCED,
+            "tests/test_faults.py::test_the_loser_stops_with_a_clear_error": "DID NOT RAISE .*FencedError",
+        },
+    ),
+    Mutation(
+        "a job has one owner, in a file",
+        [
+            Change(
+                "stores/sqlite_file.py",
+                'lock.execute("BEGIN EXCLUSIVE")  # not only RESERVED, so that `is_running` sees it',
+                "pass",
+            ),
+            Change(
+                "stores/sqlite_file.py",
+                'self._fence = f"(SELECT epoch FROM jobs WHERE id = {self._id}) = {self._epoch}"',
+                'self._fence = "1"',
+            ),
+        ],
+        {
+            "tests/test_store_conformance.py::TestSqliteStore::test_a_job_has_one_owner": "DID NOT RAISE .*Ownership",
+            "tests/test_store_conformance.py::TestSqliteStore::test_a_former_owner_can_do_nothing": FENCED,
+        },
+    ),
+    Mutation(
+        "a message is finished only when it is durable",
+        [
+            Change(
+                "runners/pipeline.py",
+                "self._log.when_durable(functools.partial(self._finish_if, state, entry, result))",
+                "self._finish_if(state, entry, result, None)",
+            )
+        ],
+        on_both(
+            "test_conformance.py::test_a_message_is_finished_only_when_its_record_is_durable",
+            r"^AssertionError: assert \[\(\['a'\], \{\}\)\] == \[\(\[\], \{\}\)\]",
+        ),
+    ),
+    Mutation(
+        "memory is committed with the finished message",
+        [
+            Change(
+                "core/executor.py",
+                "run.memory, run.sensory = task.commit(last=last, order=left.order if last else None)",
+                """
+                run.memory, run.sensory = task.commit(last=last, order=left.order if last else None)
+                leaks[run.message.id](run.memory)
+                """,
+            ),
+            Change("core/executor.py", "_STEPS_A_TURN = 16", "leaks = {}\n_STEPS_A_TURN = 16"),
+            Change(
+                "runners/pipeline.py",
+                "history = state.history.get(entry.message.id, ())",
+                """
+                history = state.history.get(entry.message.id, ())
+                from dalsegno.core.executor import leaks
+
+                def leak(memory):
+                    state.memory = memory
+                    self._changed[state.key] = state
+
+                leaks[entry.message.id] = leak
+                """,
+            ),
+        ],
+        on_both(
+            "test_conformance.py::test_a_checkpoint_does_not_hold_the_memory_of_a_message_that_is_in_flight",
+            r"^AssertionError: .*'a': \{'n': 1\}",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.mechanism)
+def test_with_a_mechanism_switched_off_the_tests_about_it_fail(tmp_path: Path, mutation: Mutation) -> None:
+    assert_failed(outcomes(copied(tmp_path, mutation.changes), [*mutation.tests]), mutation.tests)
+
+
+def test_with_all_mechanisms_on_the_same_tests_pass(tmp_path: Path) -> None:
+    tests = [*{test: None for mutation in MUTATIONS for test in mutation.tests}]
+    assert_passed(outcomes(copied(tmp_path), tests), tests)
+
+
+SOME_TEST = "tests/test_store_conformance.py::TestMemoryStore::test_a_new_job_has_nothing"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "instead", "words"),
+    [
+        ("core/journal.py", "from __future__ import annotations", "assert False", "did not run the tests"),
+        ("testing/stores.py", "from __future__ import annotations", "assert False", "when='collect'"),
+        ("core/journal.py", "from __future__ import annotations", "# nothing", "passes although the mechanism is off"),
+        ("stores/memory.py", "return list(self._opened().records)", "raise KeyError", "for another reason: KeyError"),
+        ("stores/memory.py", "no such line", "", "bring this change up to date, stores/memory.py has it 0 times"),
+        (
+            "stores/memory.py",
+            "job = self._owned()",
+            "",
+            "bring this change up to date, stores/memory.py has it 2 times",
+        ),
+    ],
+)
+def test_this_check_cannot_succeed_for_a_wrong_reason(
+    tmp_path: Path, file: str, line: str, instead: str, words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        assert_failed(
+            outcomes(copied(tmp_path, [Change(file, line, instead)]), [SOME_TEST]), {SOME_TEST: "^AssertionError: "}
+        )
