@@ -356,10 +356,10 @@ def records_of(race: Race, turns: dict[Any, int], folder: Path) -> int:
 ALL = 10_000
 
 
-def cut_off(world: World, agent: Scripted, most: int = ALL) -> CutStore:
+def cut_off(world: World, agent: Scripted, most: int = ALL, **options: Any) -> CutStore:
     """Run until *most* records are written, or all but the last one."""
     store = CutStore(world.store().inner, most)
-    crashed(world.runner(agent, store=store), [1], world.out, when=lambda: store.cut)
+    crashed(world.runner(agent, store=store, **options), [1], world.out, when=lambda: store.cut)
     return store
 
 
@@ -753,6 +753,55 @@ def test_changed_code_beside_a_call_that_waits_to_be_cancelled_is_named(world: W
     cut_off(world, scripted(body("b"), racer))
     with pytest.raises(DivergenceError, match=r"Expected the recorded call .*'b'.*; found the call .*'c'"):
         run(world.runner(scripted(body("c"), racer)), [1])
+
+
+@pytest.mark.parametrize("again", ["strict", "rerun"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(race_of("abc"), race_of("bc")), (race_of("ab", "c"), race_of("ab"))], ids=["first", "more"]
+)
+def test_with_rerun_the_race_goes_on_without_the_lost_call_and_that_replays(
+    world: World, before: Any, after: Any, again: Any
+) -> None:
+    racer = racers({"b": LONG, "c": 2 * LONG})
+    cut_off(world, scripted(before, racer))
+    made = len(racer.made)
+    cut_off(world, scripted(after, racer), on_divergence="rerun")
+    assert len(racer.made) == made, "what the code still makes has its answer"
+    run(world.runner(scripted(after, racer), on_divergence=again), [1], world.out)
+    assert len(racer.made) == made
+    assert len(world.outputs()) == 1
+
+
+@pytest.mark.parametrize("effect", ["read", "idempotent", "once"])
+def test_with_rerun_an_abandoned_call_that_is_no_longer_cancelled_is_settled_by_its_effect(
+    world: World, effect: Any
+) -> None:
+    def body(limit: float | None) -> Any:
+        async def act(ctx: RunnerContext, racer: Racer) -> Any:
+            try:
+                async with asyncio.timeout(limit):
+                    result = await ctx.durable_execute(racer.call, "slow", effect=effect)
+            except TimeoutError:
+                result = "late"
+            await racer.ask(ctx, "after", "idempotent")
+            return result
+
+        return act
+
+    racer = racers({})
+    cut_off(world, scripted(body(0.05), racer))
+    racer.hangs = set()
+    made = Counter(racer.made)
+    if effect == "once":
+        report = run(world.runner(scripted(body(None), racer), on_divergence="rerun"), [1], world.out)
+        assert [parked.why for parked in report.parked] == ["in_doubt"]
+        assert Counter(racer.made) == made
+        return
+    cut_off(world, scripted(body(None), racer), on_divergence="rerun")
+    assert Counter(racer.made) - made == {"call ['slow']": 1}
+    run(world.runner(scripted(body(None), racer)), [1], world.out)
+    assert Counter(racer.made) - made == {"call ['slow']": 1}
+    assert world.outputs() == ["done slow"]
 
 
 # --- waiting beside calls -------------------------------------------------------------------------------------------

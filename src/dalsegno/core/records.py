@@ -332,8 +332,11 @@ def _patched(state: TaskActionState, body: dict[str, Any], where: str) -> None:
 
 def _given_up(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.given_up.append(GivenUp(body["calls"], body["before"]))
-    for number in body["calls"]:
-        state.calls[number].order = None
+    for call in state.calls.values():
+        if call.number in body["calls"]:
+            call.order = None
+        elif call.order is not None:
+            call.order.begun = 0  # it counts calls that the code no longer makes
 
 
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
