@@ -676,42 +676,54 @@ def test_work_beside_the_action_replays_although_recorded_calls_take_no_time(
     assert sorted(tools.made) == ["bg", "m1", "m2", "m3", "the end", "the end"]
 
 
-def test_a_call_that_timed_out_is_made_again_and_is_no_divergence(world: World, tools: Tools) -> None:
-    tools.hang_on |= {"slow", "c"}
-
+def timed_out(tools: Tools, effect: Any) -> Scripted:
     async def body(value: Any, ctx: RunnerContext) -> str:
         try:
             async with asyncio.timeout(0.02):
-                await ctx.durable_execute(tools.call, "slow", effect="read")
+                return str(await ctx.durable_execute(tools.call, "slow", effect=effect))
         except TimeoutError:
             pass
         await ctx.durable_execute(tools.call, "b", effect="idempotent")
-        await ctx.durable_execute(tools.call, "c", effect="idempotent")
-        return "ok"
+        return "late"
 
-    crashed(world.runner(Scripted(body)), [1], world.out, when=lambda: "c" in tools.hanging)
-    tools.hang_on.remove("c")
-    run(world.runner(Scripted(body)), [1], world.out)
-    assert tools.made == ["slow", "b", "c", "slow", "c"]
-    assert world.outputs() == ["ok"]
+    return Scripted(body)
 
 
-def test_a_cancelled_call_has_no_outcome_and_a_once_call_is_in_doubt(world: World, tools: Tools) -> None:
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_a_call_that_the_action_cancelled_is_neither_made_again_nor_in_doubt(
+    world: World, tools: Tools, effect: Any
+) -> None:
+    """As soon as it is on record that the action went on without it; it is cancelled in the replay as it was before."""
     tools.hang_on |= {"slow", "b"}
+    crashed(world.runner(timed_out(tools, effect)), [1], world.out, when=lambda: "b" in tools.hanging)
+    tools.hang_on.clear()
+    report = run(world.runner(timed_out(tools, effect)), [1], world.out)
+    assert tools.made == ["slow", "b", "b"]
+    assert world.outputs() == ["late"]
+    assert (report.calls_executed, report.calls_replayed, report.parked) == (1, 1, [])
 
-    async def body(value: Any, ctx: RunnerContext) -> None:
-        try:
-            async with asyncio.timeout(0.02):
-                await ctx.durable_execute(tools.call, "slow")
-        except TimeoutError:
-            pass
-        await ctx.durable_execute(tools.call, "b", effect="idempotent")
 
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_until_that_is_on_record_a_cancelled_call_is_settled_by_its_effect(
+    world: World, tools: Tools, effect: Any
+) -> None:
+    tools.hang_on.add("slow")
     store = world.store()
-    crashed(world.runner(Scripted(body), store=store), [1], when=lambda: "b" in tools.hanging)
-    assert "completed" not in store.kinds()
-    assert len(run(world.runner(Scripted(body)), [1]).parked) == 1
-    assert tools.count("slow") == 1
+    reached = False
+
+    async def hang(records: Sequence[Record]) -> None:
+        nonlocal reached
+        if any(orjson.loads(record.body)["kind"] == "abandoned" for record in records):
+            reached = True
+            await for_ever()
+
+    store.before_put = hang
+    crashed(world.runner(timed_out(tools, effect), store=store), [1], world.out, when=lambda: reached)
+    tools.hang_on.clear()
+    report = run(world.runner(timed_out(tools, effect)), [1], world.out)
+    assert tools.made == (["slow"] if effect == "once" else ["slow", "slow"])
+    assert world.outputs() == ([] if effect == "once" else ["done slow"])
+    assert len(report.parked) == (effect == "once")
 
 
 @pytest.mark.parametrize("signal", [asyncio.CancelledError(), GeneratorExit(), KeyboardInterrupt(), SystemExit(3)])

@@ -72,9 +72,10 @@ def test_they_are_read_calls_with_names_of_their_own(world: World) -> None:
         await ctx.sleep(0)
 
     run(world.runner(Scripted(body), store=store), [1])
-    assert [(body["name"], body["effect"]) for body in store.bodies()[:-1]] == [
+    assert [(body["name"], body["effect"]) for body in store.bodies()[:-2]] == [
         (f"dalsegno.{what}", "read") for what in ("now", "random", "uuid", "sleep")
     ]
+    assert store.kinds() == ["called"] * 4 + ["slept", "done"]
 
 
 def test_the_clock_is_the_real_one_unless_a_test_sets_it(world: World) -> None:
@@ -109,8 +110,8 @@ def test_arguments_made_of_them_match_in_the_replay_and_of_others_are_found(
 
 def test_one_that_is_not_awaited_is_an_error(world: World) -> None:
     async def body(value: Any, ctx: RunnerContext) -> None:
-        coroutine = ctx.now()
-        coroutine.close()
+        forgotten = ctx.now()
+        assert asyncio.iscoroutine(forgotten)
 
     with pytest.raises(ActionError, match=r"dalsegno\.now, \.\.\.\) was never awaited"):
         run(world.runner(Scripted(body)), [1])

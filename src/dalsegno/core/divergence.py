@@ -39,6 +39,15 @@ def missing_call(where: object, expected: CallState) -> DivergenceError:
     return DivergenceError(f"{where}: the code no longer fits the record. {what} {REMEDY}", what)
 
 
+def out_of_order(where: object, expected: CallState, why: str) -> DivergenceError:
+    """The outcomes of calls in flight together cannot come in the recorded order, because of the call *expected*."""
+    what = (
+        "Calls that were in flight together are played back in the order in which their outcomes came. Next is the "
+        f"recorded call {show(expected)}, {why}."
+    )
+    return DivergenceError(f"{where}: the code no longer fits the record. {what} {REMEDY}", what)
+
+
 def unfit_action(where: str, expected: TaskActionState, found: str, event: str, place: str) -> DivergenceError:
     """The action *found*, which begins at *place*, is due for *event* where the record goes on with another one."""
     what = (

@@ -14,7 +14,7 @@ all groups are matched, or, from concurrent code, within the last group, which a
 catch it: when its next call begins, or when it is done. That another call ends, which was in flight beside it, proves
 nothing. That another strand of the action begins a call proves little, for the exception may still be on its way out;
 such a failure is recorded as ``unsure``. If the exception leaves the action, nothing final is recorded, and an unsure
-failure is taken back.
+failure is taken back. So it is with a call that the action cancelled: it is recorded as abandoned.
 
 **Giving up.** Where the code no longer fits and is to go on (`give_up`), the recorded calls that are still to come are
 given up: from there on they bind nothing, in this run and in every later one. One that the code makes all the same,
@@ -33,9 +33,10 @@ from typing import Any
 from dalsegno.core import divergence
 from dalsegno.core.records import CallState, Park, TaskActionState, new_body
 from dalsegno.core.transitions import CallStatus
+from dalsegno.errors import DivergenceError
 
 # Looking a member up in its enumeration is slow.
-_NEW, _OPEN, _REQUESTED, _FAILED, _COMPLETED = CallStatus
+_NEW, _OPEN, _REQUESTED, _FAILED, _COMPLETED, _ABANDONED = CallStatus
 
 Append = Callable[[dict[str, Any]], None]
 """Takes the body of a record of this action task."""
@@ -76,6 +77,10 @@ class Journal:
         self._unannounced: dict[int, CallState] = {}
         self._pending_failures: dict[int, Call] = {}
         self._raised: list[tuple[CallState, BaseException]] = []
+        self._cancelled: set[int] = set()
+        self._abandoned: list[CallState] = []
+        self.calls_begun = 0
+        """How many calls the action has begun, in this run."""
 
     def begin(
         self,
@@ -96,11 +101,14 @@ class Journal:
         state = self._match(name, arguments, args, kwargs, concurrent)
         if state is not None and state.status is _OPEN:
             state.args, state.kwargs = args, kwargs  # only that it began is recorded
+        if state is not None and state.status is _ABANDONED and state.order is None:
+            state.status = _REQUESTED  # given up: the code that would cancel it is gone
         if state is None:
             state = CallState(self._next_number, name, arguments, alone=alone, args=args, kwargs=kwargs)
             self._next_number += 1
         occurrence = self._occurrences.get((name, arguments), 0)
         self._occurrences[name, arguments] = occurrence + 1
+        self.calls_begun += 1
         if self._pending_failures:
             self._record_failures(strand)
         return Call(state, occurrence, strand)
@@ -141,6 +149,19 @@ class Journal:
         call.state.error = error
         self._pending_failures[call.state.number] = call
 
+    def abandon(self, call: Call) -> None:
+        """The action cancelled the call: recorded like a failure, when the action goes on, if it does."""
+        if call.state.status is _ABANDONED:
+            self._abandoned.append(call.state)  # on record, and so again
+            return
+        self._cancelled.add(call.state.number)
+        self._pending_failures[call.state.number] = call
+
+    def slept(self, call: Call) -> None:
+        """Record that a sleep has ended, with its place among the outcomes."""
+        assert call.state.order is not None
+        self._emit(new_body("slept") | {"call": call.state.number, "order": call.state.order.tree})
+
     def retry(self, call: Call, error: Any, retry_at: datetime) -> None:
         """Record that an attempt raised *error* (a codec tree), and that the next one is due *retry_at*, in UTC."""
         state = call.state
@@ -170,8 +191,9 @@ class Journal:
     def leave_failed(self, failure: BaseException) -> None:
         """*failure* left the action. What made it fail is not final: only that an attempt ended is recorded."""
         pending, self._pending_failures = self._pending_failures, {}
+        self._reopen()
         left = {id(error) for error in _origins(failure)}
-        for state in [call.state for call in pending.values()] + [
+        for state in [call.state for call in pending.values() if call.state.number not in self._cancelled] + [
             state for state, error in self._raised if state.unsure and id(error) in left
         ]:
             if state.status in (_REQUESTED, _COMPLETED) or state.failures:
@@ -180,6 +202,26 @@ class Journal:
                     body["attempt"] = state.attempt
                 self._emit(body)
                 state.status = _FAILED
+
+    def _reopen(self) -> None:
+        """An exception left the action, and with it perhaps the reason why it abandoned calls."""
+        for state in self._abandoned:
+            if not state.unsure or state.order is None:
+                continue
+            if state.order.abandoned_from is _COMPLETED:
+                body = new_body("completed") | {"call": state.number, "order": state.order.tree}
+                body |= {"result": state.result} if state.error is None else {"error": state.error}
+                self._emit(body)
+                state.status = _COMPLETED
+            else:
+                self._emit(new_body("reopened") | {"call": state.number})
+                state.status = _REQUESTED
+
+    def reopen(self, call: Call) -> None:
+        """The call that the action had abandoned is to be made after all."""
+        call.state.order = None
+        self._emit(new_body("reopened") | {"call": call.state.number})
+        call.state.status = _REQUESTED
 
     def check_complete(self) -> None:
         """At the end of the action: every recorded call was made again. Raises `DivergenceError` otherwise."""
@@ -192,6 +234,8 @@ class Journal:
         lost = list(self._to_come())
         self._groups, self._later = [], []
         self._given_up += lost
+        for state in lost:
+            state.order = None
         self._emit(new_body("given_up") | {"calls": [state.number for state in lost], "before": self._next_number})
         return lost
 
@@ -231,12 +275,33 @@ class Journal:
         pending, self._pending_failures = self._pending_failures, {}
         for call in pending.values():
             call.state.unsure = strand is not None and strand is not call.strand
+            if call.state.number in self._cancelled:
+                self._record_abandoned(call.state)
+                continue
             body = self._outcome(call.state)
             body["error"] = call.state.error
             if call.state.unsure:
                 body["unsure"] = True
             self._emit(body)
             call.state.status = _COMPLETED
+
+    def _record_abandoned(self, state: CallState) -> None:
+        self._unannounced.pop(state.number, None)
+        if state.status is _NEW or state.status is _OPEN:
+            body = _request("abandoned", state)
+        else:
+            body = new_body("abandoned") | {"call": state.number}
+        assert state.order is not None
+        body["order"] = state.order.tree
+        if state.unsure:
+            body["unsure"] = True
+        self._emit(body)
+        state.order.abandoned_from, state.status = state.status, _ABANDONED
+        self._abandoned.append(state)
+
+    def out_of_order(self, state: CallState, what: str) -> DivergenceError:
+        """The error for outcomes that cannot come in the recorded order, because of *state*'s call."""
+        return divergence.out_of_order(self._describe, state, what)
 
     def _match(
         self, name: str, arguments: str, args: list[Any], kwargs: dict[str, Any], concurrent: bool
@@ -271,8 +336,12 @@ class Journal:
         """The body of the record of an outcome, without the outcome."""
         self._unannounced.pop(state.number, None)
         if state.status is _REQUESTED or state.status is _FAILED:
-            return new_body("completed") | {"call": state.number}
-        return _request("called", state)
+            body = new_body("completed") | {"call": state.number}
+        else:
+            body = _request("called", state)
+        if state.order is not None:
+            body["order"] = state.order.tree
+        return body
 
     def _emit(self, body: dict[str, Any]) -> None:
         if self._unannounced:

@@ -10,6 +10,10 @@ completed   its outcome, a result or the exception that the action caught
 called      both in one, for a `read` call, which needs no record before it starts
 failed      an attempt raised, and another one is due or the exception left the action; not final. Of a `read` call
             that has no record yet it also holds what ``requested`` does
+abandoned   the action cancelled a call and went on without an outcome. Of a `read` call that has no record yet it also
+            holds what ``requested`` does
+reopened    that is taken back: an exception left the action, which may have been the reason
+slept       a sleep, whose outcome is when it is due, has ended
 parked      the message is set aside, see `Park`, until anything else is recorded
 begun       after a crash: the message is begun once more, for the how-manieth time
 patched     what ``ctx.patched`` answers for a name
@@ -20,7 +24,8 @@ done        the action task is done: its memory updates and output events; ``las
 
 The first record of an action task also carries its header ``task``: the action, the event type, who sent the event, and
 for the input event the fingerprint of the message's content. Any record may carry ``open``: calls that were in flight
-when it was written and have no record of their own yet.
+when it was written and have no record of their own yet. An outcome that came while other calls were in flight carries
+its `Order`.
 
 The body of a record is JSON, with its format version. A newer version is refused; nothing is read as nothing. Where it
 is stored in another form, encrypted for one, an `OpenBody` gives the JSON.
@@ -64,6 +69,30 @@ as_record: Callable[[tuple[bytes, str, str, bytes]], Record] = partial(tuple.__n
 """``Record(*fields)`` at half the cost: each step of each action task makes one."""
 
 
+@dataclass(slots=True, eq=False)
+class Order:
+    """Where an outcome stands among those of its action task that came while other calls were in flight."""
+
+    turn: int
+    """Outcomes of the same turn reached the action together."""
+    position: int
+    """Tells those of one turn apart."""
+    begun: int
+    """How many calls the action had begun by then."""
+    after: int
+    """Milliseconds since the action was begun."""
+    abandoned_from: CallStatus | None = None
+    """Of an abandoned call: what it was before."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.turn, self.position
+
+    @property
+    def tree(self) -> list[int]:
+        return [self.turn, self.position, self.begun, self.after]
+
+
 @dataclass(slots=True)
 class CallState:
     """What is recorded of one durable call."""
@@ -86,6 +115,8 @@ class CallState:
     """How many attempts are recorded as failed."""
     retry_at: datetime | None = None
     """When the next attempt is due, if the last one failed and is to be tried again."""
+    order: Order | None = None
+    """Where its outcome stands, if other calls were in flight when it came; where it stood, if it was taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +278,8 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
         call = state.calls[number] = CallState(number, body["name"], body["args_digest"], body.get("alone", False))
     if kind == "failed" and call.status is CallStatus.COMPLETED and not call.unsure:
         raise RecordError(f"{where}, call {number} ({call.name}): its outcome was final, but a failure follows it")
-    call.status = advance(call.status, kind, f"{where}, call {number} ({call.name})")
+    before = call.status
+    call.status = advance(before, kind, f"{where}, call {number} ({call.name})")
     if "args" in body:
         call.args, call.kwargs, call.effect = body["args"], body.get("kwargs", {}), body["effect"]
         call.attempt = body.get("attempt", 1)
@@ -257,9 +289,21 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
     call.retry_at = _moment(body["retry_at"]) if "retry_at" in body else None
     if "error" in body:
         call.error, call.unsure = body["error"], body.get("unsure", False)
-    elif call.status is CallStatus.COMPLETED:
+    elif kind in ("completed", "called"):
         call.result, call.error = body["result"], None
+    if "order" in body or kind in ("abandoned", "slept"):
+        call.order = _order(*body["order"])
+    elif kind in ("completed", "called"):
+        call.order = None
+    if kind == "abandoned" and call.order is not None:
+        call.order.abandoned_from, call.unsure = before, body.get("unsure", False)
     return call
+
+
+def _order(turn: int, position: int, begun: int, after: int) -> Order:
+    if not all(type(number) is int and number >= 0 for number in (turn, position, begun, after)):
+        raise ValueError(f"{[turn, position, begun, after]} is no order of an outcome")
+    return Order(turn, position, begun, after)
 
 
 def _moment(text: str) -> datetime:
@@ -288,6 +332,11 @@ def _patched(state: TaskActionState, body: dict[str, Any], where: str) -> None:
 
 def _given_up(state: TaskActionState, body: dict[str, Any], where: str) -> None:
     state.given_up.append(GivenUp(body["calls"], body["before"]))
+    for call in state.calls.values():
+        if call.number in body["calls"]:
+            call.order = None
+        elif call.order is not None:
+            call.order.begun = 0  # it counts calls that the code no longer makes
 
 
 def _done(state: TaskActionState, body: dict[str, Any], where: str) -> None:
@@ -303,6 +352,9 @@ _KINDS = {
     "completed": _outcome,
     "called": _outcome,
     "failed": _outcome,
+    "abandoned": _outcome,
+    "reopened": _outcome,
+    "slept": _outcome,
     "parked": _parked,
     "begun": _begun,
     "patched": _patched,

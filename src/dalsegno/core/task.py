@@ -21,6 +21,7 @@ from dalsegno.agent import ActionSpec, Agent, check_name
 from dalsegno.context import CallOptions, RunnerContext
 from dalsegno.core import codec, decisions, divergence
 from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
+from dalsegno.core.delivery import Delivery
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
@@ -49,7 +50,10 @@ if TYPE_CHECKING:
 
 
 # Looking a member up in its enumeration is slow.
-_NEW, _COMPLETED = CallStatus.NEW, CallStatus.COMPLETED
+_NEW, _COMPLETED, _ABANDONED = CallStatus.NEW, CallStatus.COMPLETED, CallStatus.ABANDONED
+
+SLEEP = "dalsegno.sleep"
+"""The name of the call that is made to sleep; its result is when the sleep is due to end."""
 
 _logger = logging.getLogger("dalsegno")
 
@@ -110,6 +114,8 @@ class Environment:
     rerun: bool = False
     """Whether a message goes on where the code no longer fits its record, instead of raising `DivergenceError`."""
     stopping: bool = False
+    cancelled: bool = False
+    """Whether the runner cancels what runs: an action that is cancelled then has not cancelled anything itself."""
     decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
     """What people decided, by key and id of the message: the body of each decision by its target."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -187,6 +193,14 @@ class ActionTask:
     _callee_owners: dict[str, object] | None = None
     diverged = False
     """Whether the action went on although the code no longer fitted the record."""
+    _overlapping = False
+    """Whether calls are in flight together, or were a moment ago."""
+    _begun_at = 0.0
+    _order: Delivery | None = None
+    _unfit: DivergenceError | None = None
+    """The last error of the order for which the record was given up."""
+    _abandoned: list[Call] | None = None
+    """Calls that the action cancelled since it last went on."""
 
     def __init__(
         self,
@@ -213,7 +227,10 @@ class ActionTask:
         self._memory = memory
         self._sensory_memory = sensory
         self.sent: list[Any] = []
-        self._not_awaited: dict[int, str] = {}
+        self._not_awaited: dict[int, Coroutine[Any, Any, Any]] = {}
+        self._begun_at = environment.loop.time()
+        if recorded is not None and any(state.order is not None for state in recorded.calls.values()):
+            self._delivery()
 
     def __str__(self) -> str:
         return str(self._place)
@@ -255,6 +272,8 @@ class ActionTask:
             self._environment.pauses.cut(self)
         if self._in_flight:
             await self._settle()
+        if self._order is not None:
+            self._order.close()
         if self.park is not None:
             self.set_aside(self.park)
         if self._verdict is not None:
@@ -262,13 +281,10 @@ class ActionTask:
         if failure is not None:
             self._raise_failure(failure)
         if self._not_awaited:
-            self._raise_failure(
-                DefinitionError(
-                    f"durable_execute({next(iter(self._not_awaited.values()))}, ...) was never awaited, so it never "
-                    "ran: write await before it"
-                )
-            )
+            await self._check_awaited()
         self._check_complete()
+        if self._abandoned:
+            self._go_on()
 
     def set_aside(self, park: Park) -> None:
         """Record that the message is set aside, unless that is already the last thing that the record says."""
@@ -320,6 +336,25 @@ class ActionTask:
         self._journal.leave_failed(failure)
         raise ActionError(f"{self}: {type(failure).__name__}: {failure}{raised_at(failure)}") from failure
 
+    async def _check_awaited(self) -> None:
+        """Fail for calls that nobody awaited; one whose task was cancelled before it began is none of them."""
+        names = {
+            token: inspect.getcoroutinelocals(coroutine)["name"]
+            for token, coroutine in self._not_awaited.items()
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
+        }
+        await asyncio.sleep(0)  # so that a task that was cancelled just now is over
+        for token, name in names.items():
+            coroutine = self._not_awaited.get(token)
+            if coroutine is None or inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                if coroutine is not None:
+                    coroutine.close()
+                self._raise_failure(
+                    DefinitionError(
+                        f"durable_execute({name}, ...) was never awaited, so it never ran: write await before it"
+                    )
+                )
+
     async def _settle(self) -> None:
         """Wait until the calls that are in flight are over and recorded."""
         while self._in_flight:
@@ -331,6 +366,8 @@ class ActionTask:
         self._verdict = self._verdict or verdict
         if self._pausing:
             self._environment.pauses.cut(self)
+        if self._order is not None:
+            self._order.close()
         # In a task group the other calls would be cancelled, and so in doubt, if this one left at once.
         await self._settle()
         raise Unwind
@@ -338,8 +375,14 @@ class ActionTask:
     # The context's side.
 
     def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        begun: list[Call] | None = None,
     ) -> Coroutine[Any, Any, Any]:
+        """The call, to be awaited; when it has begun, it is appended to *begun*."""
         self._check_running()
         _check_not_nested()
         if not self._spec.is_async:
@@ -348,8 +391,9 @@ class ActionTask:
                 "ctx.durable_execute_sync(...), or declare the action with async def"
             )
         callee, name, token = self._prepare(function, args, kwargs, options)
-        self._not_awaited[token] = name
-        return self._call(function, callee, name, args, kwargs, options, token)
+        coroutine = self._call(function, callee, name, args, kwargs, options, token, begun)
+        self._not_awaited[token] = coroutine
+        return coroutine
 
     def call_from_thread(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -407,20 +451,37 @@ class ActionTask:
 
     def sleep(self, duration: float | timedelta) -> Coroutine[Any, Any, None]:
         seconds = seconds_of(duration, "ctx.sleep(...)")
-        return self._sleep(self._recorded_call("sleep", self._wake_up_time, seconds), seconds)
+        call: list[Call] = []
+        return self._sleep(self._recorded_call("sleep", self._wake_up_time, seconds, begun=call), seconds, call)
 
     async def _wake_up_time(self, seconds: float) -> datetime:
         return after(self._environment.clock, seconds)
 
-    async def _sleep(self, wake_up_time: Coroutine[Any, Any, datetime], seconds: float) -> None:
+    async def _sleep(self, wake_up_time: Coroutine[Any, Any, datetime], seconds: float, begun: list[Call]) -> None:
         due = await wake_up_time
-        if due <= self._environment.clock():
-            return
+        call = begun[0]
+        if call.state.order is not None:
+            return  # that it ended is on record
+        if due > self._environment.clock():
+            await self._sleep_until(due, seconds, call)
+        if not self._overlapping:
+            self._delivery().be_lonely(call.state)
+        self._delivery().arrive(call.state)
         try:
-            await self._environment.log.barrier()
+            self._journal.slept(call)
         except StoreError as error:
             await self._stop_with(error)
-        await self._pause(due, seconds)
+        await self._in_turn(call)
+
+    async def _sleep_until(self, due: datetime, seconds: float, call: Call) -> None:
+        try:
+            await self._environment.log.barrier()
+            await self._pause(due, seconds)
+        except StoreError as error:
+            await self._stop_with(error)
+        except asyncio.CancelledError:
+            await self._abandon(call)
+            raise
         halt = self._halt()
         if halt is not None:
             await self._stop_with(halt)
@@ -437,9 +498,11 @@ class ActionTask:
                 self._not_awaited.pop(token, None)
             raise
 
-    def _recorded_call(self, what: str, function: Callable[..., Any], *args: Any) -> Coroutine[Any, Any, Any]:
+    def _recorded_call(
+        self, what: str, function: Callable[..., Any], *args: Any, begun: list[Call] | None = None
+    ) -> Coroutine[Any, Any, Any]:
         self._check_async(what)
-        return self.call(function, args, {}, CallOptions("read", None, f"dalsegno.{what}"))
+        return self.call(function, args, {}, CallOptions("read", None, f"dalsegno.{what}"), begun)
 
     def _check_async(self, what: str) -> None:
         if not self._spec.is_async:
@@ -505,6 +568,7 @@ class ActionTask:
         kwargs: dict[str, Any],
         options: CallOptions,
         token: int,
+        begun: list[Call] | None = None,
     ) -> Any:
         self._not_awaited.pop(token, None)
         if token % _CALLS_A_TURN == 0:
@@ -514,11 +578,18 @@ class ActionTask:
         self._check_running()
         arguments, keywords, digest = _encode_arguments(name, args, kwargs)
         call = await self._match(name, digest, arguments, keywords)
-        if call.state.status is _COMPLETED:
+        if begun is not None:
+            begun.append(call)
+        status = call.state.status
+        if status is not _NEW and (status is _COMPLETED or status is _ABANDONED) and await self._plays_back(call):
             return await self._replayed(call)
         if options.retry is None and not (callee.marked or options.idempotency_key):
-            return await self._perform(call, function, callee, options)
-        return await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
+            outcome = await self._perform(call, function, callee, options)
+        else:
+            outcome = await self._perform_in_attempts(call, with_key(function, callee, options), callee, options)
+        if self._overlapping:
+            await self._in_turn(call)
+        return outcome
 
     async def wait_for(self, name: str, limit: float | timedelta | None) -> Any:
         self._check_running()
@@ -543,7 +614,7 @@ class ActionTask:
         arguments, keywords, digest = _encode_arguments(decisions.WAIT, (name,), {})
         call = await self._match(decisions.WAIT, digest, arguments, keywords)
         state = call.state
-        if state.status is _COMPLETED:
+        if (state.status is _COMPLETED or state.status is _ABANDONED) and await self._plays_back(call):
             return await self._replayed(call)
         if state.status is _NEW:
             if seconds is not None:
@@ -554,13 +625,19 @@ class ActionTask:
         if isinstance(decided, decisions.Signalled):
             self._environment.counters.executed += 1
             try:
-                return self._completed(call, decided.value, "signal")
+                value = self._completed(call, decided.value, "signal")
             except _Unrecordable as error:
                 await self._stop_with(error.reason)
+            if self._overlapping:
+                await self._in_turn(call)
+            return value
         self.until = decisions.wait_limit(state)
         if self.until is not None and self.until <= self._environment.clock():
             self._environment.counters.executed += 1
-            raise self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            late = self._failed(call, TimeoutError(f"nobody sent the signal {name!r} in time"))
+            if self._overlapping:
+                await self._deliver_failure(call)
+            raise late
         self.park = Park.because(f"{self}: waits for the signal {name!r}", "waiting", state.number)
         return await self._stop_with(SetAside())
 
@@ -580,12 +657,15 @@ class ActionTask:
         """
         turn = 0
         while True:
-            await self._settle()
+            if self._order is None or not self._order.holds:  # what is held may come only when this call has begun
+                await self._settle()
             if turn == (_TURNS + _POLLS if self._journal.overlapping else _TURNS):
                 unfit = divergence.at(unfit, divergence.made_at() or self._defined_at())
                 if not self._environment.rerun:
                     await self._stop_with(unfit)
                 self._give_up(unfit)
+                if self._order is not None:
+                    self._order.let_go()
             await asyncio.sleep(0 if turn < _TURNS else _POLL_SECONDS)
             turn += 1
             if self._verdict is not None:
@@ -630,16 +710,25 @@ class ActionTask:
     def _begin(self, name: str, digest: str, arguments: list[Any], keywords: dict[str, Any]) -> Call:
         strand = asyncio.current_task(self._loop)
         sequential = self._strand is None or strand is self._strand
+        if self._abandoned:
+            self._go_on()
+        concurrent = not sequential or self._in_flight > 0
         call = self._journal.begin(
             name,
             digest,
             arguments,
             keywords,
             alone=not self._in_flight and (sequential or self._last_sequential),
-            concurrent=not sequential or self._in_flight > 0,
+            concurrent=concurrent,
             strand=None if sequential else strand,
         )
         self._last_sequential = sequential
+        beside = concurrent or self._pausing > 0
+        if beside or call.state.order is not None or (self._order is not None and self._order.stirred):
+            self._overlapping = True
+            self._delivery().begin(call.state, beside)
+        else:
+            self._overlapping = False
         return call
 
     async def _perform_in_attempts(
@@ -705,15 +794,121 @@ class ActionTask:
             verdict = error
         except _Unrecordable as error:
             verdict = error.reason
+        except asyncio.CancelledError:
+            await self._abandon(call)
+            raise
         finally:
-            self._in_flight -= 1
-            if not self._in_flight and self._idle is not None:
-                self._idle.set()
+            self._leave()
         if verdict is not None:
             await self._stop_with(verdict)
         if failure is None:
             return _AGAIN
+        if self._overlapping:
+            await self._deliver_failure(call)
         raise failure from failure.__cause__  # here, where nothing is being handled that would become its context
+
+    def _leave(self) -> None:
+        """A call is no longer in flight."""
+        self._in_flight -= 1
+        if not self._in_flight and self._idle is not None:
+            self._idle.set()
+
+    # The order of the outcomes of calls that are in flight together.
+
+    def _delivery(self) -> Delivery:
+        if self._order is None:
+            environment = self._environment
+            calls = self._recorded.calls.values() if self._recorded is not None else ()
+            self._order = Delivery(self._loop, self._journal, calls, lambda: environment.stopping, self._begun_at)
+        return self._order
+
+    def _arrived(self, call: Call) -> None:
+        if call.state.name != SLEEP:  # its outcome is when it ends, which is no news for the action
+            self._delivery().arrive(call.state)
+
+    async def _plays_back(self, call: Call) -> bool:
+        """Wait for the turn of the recorded outcome; of a call that the action abandoned, until it is cancelled again.
+
+        Returns False if the call is to be made after all, because the code no longer cancels it, and is to go on.
+        """
+        if call.state.order is not None:
+            await self._in_turn(call)
+        return call.state.status is not CallStatus.REQUESTED
+
+    async def _in_turn(self, call: Call) -> None:
+        """Return when it is the turn of the call's outcome."""
+        verdict: Exception | None = None
+        self._in_flight += 1
+        try:
+            while not await self._has_turn(call):
+                pass
+        except DivergenceError as error:
+            verdict = error
+        except asyncio.CancelledError:
+            await self._abandon(call)
+            raise
+        finally:
+            self._leave()
+        verdict = verdict or self._verdict
+        if verdict is None and call.state.status is _ABANDONED:
+            verdict = Stopped()
+        if verdict is not None:
+            await self._stop_with(verdict)
+
+    async def _has_turn(self, call: Call) -> bool:
+        """Wait for the turn; returns False if the wait is to begin anew, because the record has been given up."""
+        delivery = self._delivery()
+        try:
+            if call.state.status is _ABANDONED:
+                await delivery.until_cancelled(call.state)
+            else:
+                await delivery.turn(call.state)
+            return True
+        except DivergenceError as error:
+            if not self._environment.rerun:
+                raise divergence.at(error, self._defined_at()) from None
+            if self._unfit is not error:
+                self._unfit = error
+                self._give_up(error)
+            if call.state.status is not _ABANDONED:
+                return False
+            self._journal.reopen(call)
+            return True
+
+    async def _deliver_failure(self, call: Call) -> None:
+        await self._in_turn(call)
+        self._journal.fail(call, call.state.error)
+
+    async def _abandon(self, call: Call) -> None:
+        """The call is cancelled. If the action did that, and not the runner, it is recorded when the action goes on."""
+        if not self._spec.is_async or self._environment.cancelled or self._verdict or not _is_being_cancelled():
+            if self._order is not None:
+                self._order.forget(call.state)
+            return
+        self._delivery().abandon(call.state)
+        if call.state.status is not _COMPLETED:
+            call.state.error = None
+        if not self._ended:
+            self._in_flight += 1
+            try:
+                await self._delivery().turn(call.state)
+            except DivergenceError as error:
+                if not self._environment.rerun:
+                    self._verdict = self._verdict or error
+            except asyncio.CancelledError:
+                self._delivery().forget(call.state)  # cancelled once more: at once, then
+            finally:
+                self._leave()
+        self._environment.counters.replayed += call.state.status is _ABANDONED
+        self._abandoned = self._abandoned or []
+        self._abandoned.append(call)
+
+    def _go_on(self) -> None:
+        """The action goes on, unless all that it does is to clean up: it knows of the calls that it cancelled."""
+        if self._abandoned and not self._environment.cancelled:
+            for call in self._abandoned:
+                self._journal.abandon(call)
+            self._abandoned = None
 
     def _returned(self, call: Call, result: Any) -> Any:
         try:
@@ -725,16 +920,24 @@ class ActionTask:
         return self._completed(call, tree)
 
     def _completed(self, call: Call, tree: Any, by: str | None = None) -> Any:
+        """What the action gets; if calls overlap, when its turn has come, see `_in_turn`."""
         try:
             result = codec.from_tree(tree)
         except CodecError as error:
             raise self._unrecordable(call, error, f"has a result that cannot be loaded: {error}") from error
+        if self._overlapping:
+            self._arrived(call)
         self._journal.complete(call, tree, by)
         return result
 
     def _failed(self, call: Call, error: Exception) -> Exception:
+        """What the action gets; if calls overlap, after `_deliver_failure`."""
         tree = codec.encode_exception(error)
-        self._journal.fail(call, tree)
+        if self._overlapping:
+            self._arrived(call)
+            call.state.error = tree
+        else:
+            self._journal.fail(call, tree)
         decoded = codec.decode_exception(tree)
         self._journal.raised(call, decoded)
         return decoded.with_traceback(error.__traceback__)

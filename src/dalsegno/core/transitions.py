@@ -11,6 +11,8 @@ requested  the request is durable, the outcome is not known
 failed     the last attempt raised and is to be tried again, or the exception left the action: not final
 completed  the outcome, a result or an exception that the action caught, is recorded: final, unless that exception
            turns out to have left the action
+abandoned  the action cancelled the call and went on without an outcome: final, unless an exception left the action
+           which may have been the reason
 ========== =========================================================================================
 """
 
@@ -27,6 +29,7 @@ class CallStatus(StrEnum):
     REQUESTED = "requested"
     FAILED = "failed"
     COMPLETED = "completed"
+    ABANDONED = "abandoned"
 
 
 _S = CallStatus
@@ -35,17 +38,28 @@ CALL_TRANSITIONS: dict[tuple[CallStatus, str], CallStatus] = {
     (_S.NEW, "requested"): _S.REQUESTED,
     (_S.NEW, "called"): _S.COMPLETED,
     (_S.NEW, "failed"): _S.FAILED,
+    (_S.NEW, "abandoned"): _S.ABANDONED,
     (_S.OPEN, "open"): _S.OPEN,
     (_S.OPEN, "requested"): _S.REQUESTED,
     (_S.OPEN, "called"): _S.COMPLETED,
     (_S.OPEN, "failed"): _S.FAILED,
+    (_S.OPEN, "abandoned"): _S.ABANDONED,
     (_S.REQUESTED, "requested"): _S.REQUESTED,
     (_S.REQUESTED, "failed"): _S.FAILED,
     (_S.REQUESTED, "completed"): _S.COMPLETED,
+    (_S.REQUESTED, "abandoned"): _S.ABANDONED,
     (_S.COMPLETED, "failed"): _S.FAILED,
+    (_S.COMPLETED, "slept"): _S.COMPLETED,
+    (_S.COMPLETED, "abandoned"): _S.ABANDONED,
     (_S.FAILED, "requested"): _S.REQUESTED,
     (_S.FAILED, "failed"): _S.FAILED,
     (_S.FAILED, "completed"): _S.COMPLETED,
+    (_S.FAILED, "abandoned"): _S.ABANDONED,
+    (_S.ABANDONED, "reopened"): _S.REQUESTED,
+    (_S.ABANDONED, "requested"): _S.REQUESTED,
+    (_S.ABANDONED, "failed"): _S.FAILED,
+    (_S.ABANDONED, "abandoned"): _S.ABANDONED,
+    (_S.ABANDONED, "completed"): _S.COMPLETED,
 }
 
 

@@ -172,7 +172,9 @@ def signal_name(call: CallState) -> str:
 
 def is_in_doubt(state: TaskActionState, call: CallState) -> bool:
     """Whether *call* may or may not have happened. Of calls that were in flight together the park names only one."""
-    if state.parked is None or state.parked.why != "in_doubt" or call.status is CallStatus.COMPLETED:
+    if state.parked is None or state.parked.why != "in_doubt":
+        return False
+    if call.status in (CallStatus.COMPLETED, CallStatus.ABANDONED):
         return False
     return call.number == state.parked.call or (call.effect == "once" and call.status is CallStatus.REQUESTED)
 

@@ -273,6 +273,7 @@ class Pipeline:
             await self._guarded(self._log.close)  # what no message waits for any more
         except asyncio.CancelledError:
             self._tainted = True  # what becomes durable from now on is for the next run to finish
+            self.environment.cancelled = True
             self._cancel(self._reader, checkpointer, listener, *self._workers)
             await asyncio.wait([self._reader, checkpointer, listener, *self._workers])
             raise
