@@ -24,7 +24,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 AGENT = """
-    import colorsys
+    exec("import colorsys")  # as a dataclass makes its methods
     import os
     from pathlib import Path
     from dalsegno import Agent, InputEvent, OutputEvent, action

@@ -102,6 +102,7 @@ def _code() -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except (KeyboardInterrupt, _Interrupted):
+        interrupts.is_handled()
         streams.say(interrupts.interruption())
         return interrupts.INTERRUPTED
     except streams.CannotPrint as error:
@@ -212,11 +213,11 @@ def run(
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
     """Run an agent over a stream of records; run it again after a crash, and it goes on where it was."""
-    with _interruptible():
-        from dalsegno.runners.local import LocalRunner
-        from dalsegno.runners.sinks import JsonLinesSink, open_sink
-        from dalsegno.runners.sources import open_source
+    from dalsegno.runners.local import LocalRunner
+    from dalsegno.runners.sinks import JsonLinesSink, open_sink
+    from dalsegno.runners.sources import open_source
 
+    with _interruptible():
         runner = LocalRunner(
             load_agent(agent),
             job=job,

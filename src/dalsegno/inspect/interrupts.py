@@ -29,6 +29,15 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def is_handled() -> None:
+    """Let an interrupt that was caught decide nothing any more.
+
+    CPython notes one that passes through code which was given as a string, as that of dataclasses is, and would end the
+    process with the signal, whatever its exit code. Code of that kind that ends well takes the note back.
+    """
+    eval("None")
+
+
 def _end(number: int, frame: object) -> None:
     # An exception could be caught, or turned into another one, by what is being imported.
     try:

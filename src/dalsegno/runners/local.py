@@ -123,8 +123,9 @@ class LocalRunner:
 
         While it runs, Python's garbage collector looks for cycles less often, and threads take turns more often.
         """
-        with _tuned_interpreter():
-            return asyncio.run(
+        with _tuned_interpreter(), asyncio.Runner() as runner:
+            runner.get_loop()  # first, as Ctrl-C while it is made would leave a coroutine that nobody awaits
+            return runner.run(
                 self._run(
                     source,
                     sink,
