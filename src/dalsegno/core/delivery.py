@@ -226,14 +226,15 @@ class Delivery:
         self._polls += not self._made_again
         if self._stopping():
             self.close()
-        elif self._due and self._polls > _POLLS + 10 + self._due[0].after / 1000 / _SLOW_POLL_SECONDS:
-            self._give_up(
-                next(order for order in self._next_turn() if order not in self._waiting or self._is_early(order))
-            )
+            return
+        missing = [order for order in self._next_turn() if order not in self._waiting or self._is_early(order)]
+        if missing and self._polls > _POLLS + 10 + missing[0].after / 1000 / _SLOW_POLL_SECONDS:
+            self._give_up(missing[0])
         else:
             self._look()
 
     def _give_up(self, missing: Order) -> None:
+        self._polls = 0
         if missing in self._pending:
             what = "which the action cancelled in the earlier run, but now goes on waiting for"
         elif missing not in self._waiting:
