@@ -235,6 +235,21 @@ def test_the_code_may_change_twice(world: World, tools: Tools) -> None:
     assert tools.made == ["e"]
 
 
+def test_what_was_given_up_behind_a_second_change_keeps_its_answer_too(world: World, tools: Tools) -> None:
+    """The second change lies before the point at which the first one gave calls up."""
+    killed_in(world, tools, plan(tools, "abc"), "c")
+    killed_in(world, tools, plan(tools, "axbz", reconcile=happened_not), "x", on_divergence="rerun")
+    last = plan(tools, "dxbcz", reconcile=happened_not)
+    killed_in(world, tools, last, "z", on_divergence="rerun")
+    run(world.runner(last), ["input"], world.out)
+    assert world.outputs() == [[f"done {what}" for what in "dxbcz"]]
+    assert "".join(tools.made) == "abc" + "x" + "dxcz" + "z"  # x, c and z were in doubt and had not happened
+
+
+async def happened_not(what: str) -> DidNotHappen:
+    return DidNotHappen()
+
+
 def test_calls_side_by_side_keep_their_answers_too(world: World, tools: Tools) -> None:
     def together(calls: str, then: str) -> Scripted:
         async def body(value: Any, ctx: RunnerContext) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno import ActionError, Agent, DefinitionError, InputEvent, OutputEvent, RunnerContext, action
+from dalsegno import ActionError, Agent, DefinitionError, InputEvent, LocalRunner, OutputEvent, RunnerContext, action
 from dalsegno.core import codec
 from dalsegno.core.decisions import Answer, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
@@ -557,6 +557,56 @@ def test_a_failed_message_is_retried_while_the_job_runs(world: World, tools: Too
     assert world.outputs() == ["done 1", "done 2", "end"]
 
 
+@pytest.mark.parametrize("way", ["signal", "retry", "resolve"])
+def test_what_was_parked_by_an_earlier_run_and_ends_in_a_later_one_is_over(
+    world: World, tools: Tools, way: str
+) -> None:
+    """Its old place in the inbox of the checkpoint must go with it, although it was parked anew meanwhile."""
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        if value["key"] == "b":
+            return await ctx.wait_for("the end")
+        n = ctx.short_term_memory.get("n", 0) + 1
+        ctx.short_term_memory.set("n", n)
+        await ctx.durable_execute(tools.call, "once", effect="once")
+        return [n, await ctx.wait_for("approve") if way == "signal" else "-"]
+
+    def runner() -> LocalRunner:
+        return world.runner(Scripted(body), on_failure="park")
+
+    source = ask(1) + ask(9, key="b")
+    if way == "resolve":
+        tools.hang_on.add("once")
+        crashed(runner(), source, world.out, key="key", when=lambda: bool(tools.hanging))
+        tools.hang_on.clear()
+    if way == "retry":
+        tools.fail_on["once"] = ValueError("not yet")
+    assert len(run(runner(), source, world.out, key="key").parked) == 2
+    tools.fail_on.clear()
+
+    def decide_it() -> bool:
+        if way == "signal":
+            return signal(world, "a", "-")
+        return retry(world, "a") if way == "retry" else resolve(world, "a", happened=True)
+
+    async def decide_while_it_runs() -> None:
+        again = runner()
+        running = asyncio.ensure_future(again.run_async(source, world.out, key="key", wait=True))
+        await until(lambda: again._pipeline is not None and len(again._pipeline.parked()) == 2)
+        assert await asyncio.to_thread(decide_it)
+        await until(lambda: world.outputs() == [[1, "-"]])
+        again.stop()
+        await running
+
+    asyncio.run(decide_while_it_runs())
+    made = [*tools.made]
+    for _ in range(2):
+        report = run(runner(), source, world.out, key="key")
+        assert [parked.key for parked in report.parked] == ["b"]
+        assert (report.messages, tools.made) == (0, made)
+    assert world.outputs() == [[1, "-"]]
+
+
 def test_a_failure_stops_the_job_unless_it_is_to_park(world: World, tools: Tools) -> None:
     tools.fail_on[1] = ValueError("no such order")
     with pytest.raises(ActionError, match="no such order"):
@@ -581,7 +631,7 @@ def test_wrong_options_are_refused(world: World, tools: Tools, options: Any, mat
 POISON = """
 import os, signal, sys
 from pathlib import Path
-from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, action
+from dalsegno import Agent, InputEvent, LocalRunner, LocalRunner, OutputEvent, action
 
 log = Path("log")
 

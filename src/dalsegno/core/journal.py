@@ -232,6 +232,8 @@ class Journal:
     def give_up(self) -> list[CallState]:
         """From here on, what is recorded and was not made again binds nothing; returns those calls."""
         lost = list(self._to_come())
+        for calls, _ in self._later:  # given up before, at a point that is never reached now
+            self._given_up += calls
         self._groups, self._later = [], []
         self._given_up += lost
         for state in lost:

@@ -77,7 +77,9 @@ class Entry:
     """Its number; those of one key go on in this order. Where ids are positions, that of its input record."""
     message: Message
     stored: bool
-    """Whether the last checkpoint has it in its inbox."""
+    """Whether the last checkpoint has it in its inbox, if perhaps not as it is now."""
+    changed: bool = field(default=False, kw_only=True)
+    """Whether the next checkpoint is to have it anew."""
     parked: str | None = None
     """Why it is parked, for the inbox."""
     waits: bool = False
@@ -582,7 +584,7 @@ class Pipeline:
                 "message %r of key %r is parked: %s", entry.message.id, entry.message.key, result.park.reason
             )
         entry.parked = result.park.reason
-        entry.stored = False  # the inbox is to hold the reason
+        entry.changed = True  # the inbox is to hold the reason
         state.parked = Held(entry.ordinal, entry.message.id, result.park, result.until)
         self._parked[state.key] = state
         # It may have to be replayed in this process, from what is recorded by then.
@@ -607,7 +609,8 @@ class Pipeline:
     def _forget(self, entries: Iterable[Entry]) -> None:
         """What is set aside and in the inbox of a completed checkpoint needs no place in memory."""
         for entry in entries:
-            if entry.stored and self._is_set_aside(entry) and self._unfinished.pop(entry.ordinal, None) is not None:
+            kept = entry.stored and not entry.changed
+            if kept and self._is_set_aside(entry) and self._unfinished.pop(entry.ordinal, None) is not None:
                 self._set_aside -= 1
                 if self._known is not None:
                     self._known.forget(entry.message)
@@ -752,9 +755,9 @@ class Pipeline:
 
     def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
         """What changed, taken in one step; only references to the changed keys' memory are copied."""
-        entries = [entry for entry in self._unfinished.values() if not entry.stored]
+        entries = [entry for entry in self._unfinished.values() if entry.changed or not entry.stored]
         for entry in entries:
-            entry.stored = True
+            entry.stored, entry.changed = True, False
         changed, self._changed = self._changed, {}
         finished, self._finished_entries = self._finished_entries, []
         checkpoint = Checkpoint(
