@@ -76,7 +76,11 @@ class Journal:
         self._occurrences: dict[tuple[str, str], int] = {}
         self._unannounced: dict[int, CallState] = {}
         self._pending_failures: dict[int, Call] = {}
-        self._raised: list[tuple[CallState, BaseException]] = []
+        self._raised: list[tuple[CallState, BaseException, int]] = []
+        """Failures that the action got, each with how many calls had begun by then."""
+        self._begun: list[int] = []
+        """The numbers of the calls in the order in which they began."""
+        self._no_longer_binding = {n for lost in recorded.given_up for n in lost.calls} if recorded else set()
         self._cancelled: set[int] = set()
         self._abandoned: list[CallState] = []
         self.calls_begun = 0
@@ -109,6 +113,7 @@ class Journal:
         occurrence = self._occurrences.get((name, arguments), 0)
         self._occurrences[name, arguments] = occurrence + 1
         self.calls_begun += 1
+        self._begun.append(state.number)
         if self._pending_failures:
             self._record_failures(strand)
         return Call(state, occurrence, strand)
@@ -177,7 +182,7 @@ class Journal:
 
     def raised(self, call: Call, error: BaseException) -> None:
         """*error* is what the action gets for the failure of *call*."""
-        self._raised.append((call.state, error))
+        self._raised.append((call.state, error, self.calls_begun))
 
     def begun(self, attempt: int) -> None:
         self._emit(new_body("begun") | {"attempt": attempt})
@@ -193,15 +198,31 @@ class Journal:
         pending, self._pending_failures = self._pending_failures, {}
         self._reopen()
         left = {id(error) for error in _origins(failure)}
+        recorded = [raised for raised in self._raised if raised[0].status is _COMPLETED and id(raised[1]) in left]
+        self._void([begun for state, _, begun in recorded if not state.unsure])
         for state in [call.state for call in pending.values() if call.state.number not in self._cancelled] + [
-            state for state, error in self._raised if state.unsure and id(error) in left
+            state for state, _, _ in recorded
         ]:
             if state.status in (_REQUESTED, _COMPLETED) or state.failures:
                 body = new_body("failed") | {"call": state.number, "error": state.error}
+                if state.status is _COMPLETED and not state.unsure:
+                    body["left"] = True
                 if state.status is _FAILED:  # a `read` call, whose attempts are on record only when they fail
                     body["attempt"] = state.attempt
                 self._emit(body)
                 state.status = _FAILED
+
+    def _void(self, begun: list[int]) -> None:
+        """The calls that began after that many are of a path that the action may not take when it is tried again.
+
+        They no longer bind it, as if changed code had given them up; those that it makes again keep their answers.
+        """
+        calls = (
+            [number for number in self._begun[min(begun) :] if number not in self._no_longer_binding] if begun else []
+        )
+        if calls:
+            self._no_longer_binding.update(calls)
+            self._emit(new_body("given_up") | {"calls": calls, "before": self._next_number})
 
     def _reopen(self) -> None:
         """An exception left the action, and with it perhaps the reason why it abandoned calls."""
@@ -232,6 +253,7 @@ class Journal:
     def give_up(self) -> list[CallState]:
         """From here on, what is recorded and was not made again binds nothing; returns those calls."""
         lost = list(self._to_come())
+        self._no_longer_binding.update(state.number for state in lost)
         for calls, _ in self._later:  # given up before, at a point that is never reached now
             self._given_up += calls
         self._groups, self._later = [], []
@@ -375,7 +397,7 @@ def _request(kind: str, state: CallState) -> dict[str, Any]:
 
 
 def _origins(failure: BaseException) -> Iterator[BaseException]:
-    """*failure*, what it was explicitly raised from, and the members of groups."""
+    """*failure*, what it was raised from or in the handling of, and the members of groups."""
     seen: set[int] = set()
     left = [failure]
     while left:
@@ -385,7 +407,7 @@ def _origins(failure: BaseException) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         left += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-        left += [error.__cause__] if error.__cause__ is not None else ()
+        left += [each for each in (error.__cause__, error.__context__) if each is not None]
 
 
 def _group(calls: dict[int, CallState]) -> list[list[CallState]]:

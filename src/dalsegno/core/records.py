@@ -276,7 +276,7 @@ def _call(state: TaskActionState, kind: str, body: dict[str, Any], where: str) -
     call = state.calls.get(number)
     if call is None:
         call = state.calls[number] = CallState(number, body["name"], body["args_digest"], body.get("alone", False))
-    if kind == "failed" and call.status is CallStatus.COMPLETED and not call.unsure:
+    if kind == "failed" and call.status is CallStatus.COMPLETED and not (call.unsure or body.get("left")):
         raise RecordError(f"{where}, call {number} ({call.name}): its outcome was final, but a failure follows it")
     before = call.status
     call.status = advance(before, kind, f"{where}, call {number} ({call.name})")
