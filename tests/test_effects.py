@@ -175,6 +175,8 @@ def test_a_crash_after_did_not_happen_asks_again(world: World, mailer: Mailer) -
         (Unknown(), "its reconcile cannot tell"),
         (Unknown("the mail server keeps no log"), "cannot tell: the mail server keeps no log"),
         (OSError("no route \ud800"), "it raised OSError: no route"),
+        (SystemExit(3), "it raised SystemExit: 3"),
+        (asyncio.CancelledError("stray"), "it raised CancelledError: stray"),
         (None, "returned None, which is not Happened"),
         (True, "returned True, which is not Happened"),
         ("sent", "returned 'sent', which is not Happened"),

@@ -631,7 +631,7 @@ def test_wrong_options_are_refused(world: World, tools: Tools, options: Any, mat
 POISON = """
 import os, signal, sys
 from pathlib import Path
-from dalsegno import Agent, InputEvent, LocalRunner, LocalRunner, OutputEvent, action
+from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, action
 
 log = Path("log")
 
@@ -673,6 +673,48 @@ def test_a_message_that_kills_the_process_is_parked_after_so_many_restarts(tmp_p
     outputs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     behind = {n for n in range(40) if n - 20 in blamed}
     assert sorted(outputs) == sorted(set(range(40)) - set(blamed) - behind)
+
+
+IN_DOUBT = """
+import asyncio, os, signal
+from pathlib import Path
+from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, action
+
+def pay():
+    if not Path("paid").exists():
+        Path("paid").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Fragile(Agent):
+    @action(InputEvent)
+    async def act(self, event, ctx):
+        if event.input == "pays":
+            await ctx.durable_execute(pay, effect="once")
+        else:
+            while not runner._pipeline.parked():
+                await asyncio.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+runner = LocalRunner(Fragile(), job="job", max_attempts=3)
+report = runner.run(["pays", "kills"], key=lambda value: value)
+print(",".join(sorted(f"{parked.key}:{parked.why}" for parked in report.parked)))
+"""
+
+
+@pytest.mark.slow
+def test_a_message_in_doubt_is_not_blamed_for_the_kills_of_others(tmp_path: Path) -> None:
+    """It is begun at each restart, and parked again each time before another message ends the process."""
+    script = tmp_path / "app.py"
+    script.write_text(IN_DOUBT)
+    kills = 0
+    while True:
+        ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -9, ended.stderr
+        kills += 1
+        assert kills <= 8
+    assert ended.stdout.strip() == "kills:attempts,pays:in_doubt"
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def in_doubt(call: CallState) -> bool:
 def lost_in_doubt(call: CallState) -> str:
     """Why a message is parked whose code no longer makes *call*."""
     return (
-        f"the call {show(call)} was requested before the code was changed, and whether it happened is not recorded; "
+        f"the call {call.name} was requested before the code was changed, and whether it happened is not recorded; "
         "the code makes it no more, so nothing else can tell: say whether it happened, and the message goes on without "
         "it, or put the code back"
     )

@@ -174,7 +174,9 @@ class Executor:
         return None
 
     async def _mark(self, task: ActionTask, history: Sequence[TaskActionState]) -> None:
-        begun = max((state.begun for state in history), default=0)
+        # What ended in a park did not end the process.
+        parked = any(state.parked is not None and state.parked.why == "in_doubt" for state in history)
+        begun = max((state.begun for state in history), default=0) - parked
         failures = max((state.failures for state in history), default=0)
         # The first time is not marked; each time that it is parked and retried allows for one more.
         if self._max_attempts is not None and begun + 1 >= self._max_attempts + failures:

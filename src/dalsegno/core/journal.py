@@ -14,7 +14,9 @@ all groups are matched, or, from concurrent code, within the last group, which a
 catch it: when its next call begins, or when it is done. That another call ends, which was in flight beside it, proves
 nothing. That another strand of the action begins a call proves little, for the exception may still be on its way out;
 such a failure is recorded as ``unsure``. If the exception leaves the action, nothing final is recorded, and an unsure
-failure is taken back. So it is with a call that the action cancelled: it is recorded as abandoned.
+failure is taken back. So is one that is recorded because the action made calls while the exception was on its way out,
+as in a ``finally``; these calls are then given up. So it is with a call that the action cancelled: it is recorded as
+abandoned.
 
 **Giving up.** Where the code no longer fits and is to go on (`give_up`), the recorded calls that are still to come are
 given up: from there on they bind nothing, in this run and in every later one. One that the code makes all the same,

@@ -17,7 +17,7 @@ slept       a sleep, whose outcome is when it is due, has ended
 parked      the message is set aside, see `Park`, until anything else is recorded
 begun       after a crash: the message is begun once more, for the how-manieth time
 patched     what ``ctx.patched`` answers for a name
-given_up    the code no longer fits the record, and was to go on: the calls that were still to come, see `GivenUp`
+given_up    the calls that no longer bind the code, because it was changed or failed before them, see `GivenUp`
 done        the action task is done: its memory updates and output events; ``last`` ends the message, and ``order``
             then names its action tasks, if they are not those of the record in their order
 =========== ===================================================================================================

@@ -1066,7 +1066,10 @@ class ActionTask:
             )
         try:
             answer = await self._invoke(call, options.reconcile, inspect.iscoroutinefunction(options.reconcile))
-        except Exception as error:
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError) and _is_being_cancelled()
+            if cancelled or isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+                raise
             raise self._in_doubt(
                 call, f"{where}; its reconcile could not tell, it raised {type(error).__name__}: {error}"
             ) from error
