@@ -141,12 +141,31 @@ def test_a_second_signal_is_refused_before_and_after_the_first_is_taken_up(world
         operator(world).signal("a", "approve", again)
     assert repr(again) not in str(caught.value)
     run(world.runner(waits("approve", "ship")), ["a"], world.out, key=itself)
-    with pytest.raises(InspectError, match="waited for are ship") as nobody:
+    with pytest.raises(AlreadyDecidedError, match="already decided"):
         operator(world).signal("a", "approve", again)
+    with pytest.raises(InspectError, match="waited for are ship") as nobody:
+        operator(world).signal("a", "refund", again)
     assert not isinstance(nobody.value, AlreadyDecidedError)
     operator(world).signal("a", "ship", again)
     run(world.runner(waits("approve", "ship")), ["a"], world.out, key=itself)
     assert world.outputs() == [["yes", again]]
+
+
+def test_a_second_answer_is_refused_as_such_after_the_first_was_taken_up(world: World) -> None:
+    """As long as the message is on record."""
+    agent = waits("approve", "ship", "ship")
+    run(world.runner(agent), ["a"], world.out, key=itself)
+    for name, value, then in (("approve", 1, ("approve", 2)), ("ship", 3, ("approve", 2))):
+        operator(world).signal("a", name, value)
+        run(world.runner(agent), ["a"], world.out, key=itself)
+        with pytest.raises(AlreadyDecidedError, match=f"{then[0]}.* already decided"):
+            operator(world).signal("a", *then)
+    operator(world).signal("a", "ship", 4)  # the second of that name
+    run(world.runner(agent), ["a"], world.out, key=itself)
+    assert world.outputs() == [[1, 3, 4]]
+    with pytest.raises(InspectError, match="waits for a signal") as done:
+        operator(world).signal("a", "approve", 2)
+    assert not isinstance(done.value, AlreadyDecidedError)
 
 
 def test_of_those_who_answer_at_the_same_time_one_is_heard(world: World) -> None:

@@ -8,10 +8,19 @@ from typing import NamedTuple
 from dalsegno.cipher import needs_cipher
 from dalsegno.core import codec
 from dalsegno.core.codec import Tree
-from dalsegno.core.decisions import Answer, Resolved, Retried, Signalled, load, parse_target
+from dalsegno.core.decisions import WAIT, Answer, Resolved, Retried, Signalled, load, parse_target, signal_target
 from dalsegno.errors import InspectError, RecordError
-from dalsegno.operate.lookup import find_call, find_message, find_messages, key_text, perhaps_set_aside, some, summaries
-from dalsegno.operate.views import PLAIN, SHOWN_DIGITS, Lens, Question, State
+from dalsegno.operate.lookup import (
+    decisions_by_message,
+    find_call,
+    find_message,
+    find_messages,
+    key_text,
+    perhaps_set_aside,
+    some,
+    summaries,
+)
+from dalsegno.operate.views import PLAIN, SHOWN_DIGITS, Lens, Question, State, call_id, signal_name
 from dalsegno.stores.base import Decision, StoreInspector
 
 _SAY_WHICH = "say with --message which one is meant, in Python with message_id="
@@ -92,8 +101,9 @@ def signal(
     lens: Lens = PLAIN,
 ) -> Outcome:
     """Give *value* to the call of *key*, or of one message of it, that waits for the signal *name*."""
-    of_key = list(questions(inspector, job, "signal", find_messages(inspector, job, message, key), lens))
-    found = [each for each in of_key if each.name == name]
+    messages = find_messages(inspector, job, message, key)
+    of_key = list(questions(inspector, job, "signal", messages, lens))
+    found = [each for each in of_key if each.name == name] or _answered(inspector, job, messages, name, lens)
     if len(found) > 1:
         # Of several waits in one message, the first is the one that has no answer yet.
         found = [each for each in found if each.decision is None] or found
@@ -112,6 +122,23 @@ def signal(
         )
     _, task, (number,) = parse_target(found[0].target)
     return _decide(inspector, job, found[0], Signalled(task, number, value))
+
+
+def _answered(
+    inspector: StoreInspector, job: str, messages: Iterable[tuple[bytes, str]], name: str, lens: Lens
+) -> list[Question]:
+    """The last wait for the signal *name* that is over because it was answered, as long as its message is on record."""
+    found: list[Question] = []
+    decided = decisions_by_message(inspector, job)
+    for place in messages:
+        made = {decision.target: decision for decision in decided.get(place, ())}
+        for state in lens.states(inspector.records(job, *place)) if made else ():
+            for call in state.calls.values():
+                decision = made.get(signal_target(state.task, call.number))
+                if decision is not None and call.name == WAIT and signal_name(call) == name:
+                    identity = call_id(*place, state.task, call.number)
+                    found = [Question(*place, decision.target, "signal", name, identity, decision)]
+    return found
 
 
 def questions(
