@@ -275,7 +275,16 @@ MUTATIONS = [
                 self._pending_failures[call.state.number] = call
                 self._record_failures(call.strand)
                 """,
-            )
+            ),
+            Change(
+                "core/journal.py",
+                """
+                recorded = [each for each in self._raised if each[0].status is _COMPLETED and id(each[1]) in left]
+                """,
+                """
+                recorded = []
+                """,
+            ),
         ],
         {
             **on_both(
@@ -286,6 +295,23 @@ MUTATIONS = [
                 r"^AssertionError: assert \['called'\] == \[\]"
             ),
         },
+    ),
+    Mutation(
+        "a failure that leaves the action is taken back, whatever the action did meanwhile",
+        [
+            Change(
+                "core/journal.py",
+                """
+                recorded = [each for each in self._raised if each[0].status is _COMPLETED and id(each[1]) in left]
+                """,
+                """
+                recorded = [each for each in self._raised if each[0].unsure and id(each[1]) in left]
+                """,
+            )
+        ],
+        on_both(
+            "test_failures_on_their_way_out.py::test_it_is_so_when_the_message_is_parked_and_retried", "^AssertionError"
+        ),
     ),
     Mutation(
         "a cancellation is never an outcome",

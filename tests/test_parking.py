@@ -166,6 +166,26 @@ def test_nobody_answered_in_time(world: World) -> None:
     assert world.outputs() == ["nobody sent the signal 'approve' in time"]
 
 
+def test_a_wait_that_was_too_late_and_left_the_action_waits_once_more_when_it_is_retried(world: World) -> None:
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        return await ctx.wait_for("approve", timeout=timedelta(minutes=5))
+
+    def parked_at(minutes: float) -> list[str]:
+        runner = world.runner(Scripted(body), on_failure="park")
+        runner._clock = lambda: NOW + timedelta(minutes=minutes)
+        return [parked.why for parked in run(runner, ask(1), world.out, key="key").parked]
+
+    assert parked_at(0) == ["waiting"]
+    assert parked_at(6) == ["failed"]
+    assert parked_at(7) == ["failed"]
+    assert retry(world, "a")
+    assert parked_at(8) == ["waiting"]
+    assert parked_at(12) == ["waiting"]
+    assert signal(world, "a", "at last")
+    assert parked_at(13) == []
+    assert world.outputs() == ["at last"]
+
+
 def test_the_time_of_a_waiting_message_comes_while_the_job_runs(world: World, tools: Tools) -> None:
     async def body(value: Any, ctx: RunnerContext) -> Any:
         with pytest.raises(TimeoutError):

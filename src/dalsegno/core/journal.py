@@ -200,7 +200,7 @@ class Journal:
         pending, self._pending_failures = self._pending_failures, {}
         self._reopen()
         left = {id(error) for error in _origins(failure)}
-        recorded = [raised for raised in self._raised if raised[0].status is _COMPLETED and id(raised[1]) in left]
+        recorded = [each for each in self._raised if each[0].status is _COMPLETED and id(each[1]) in left]
         self._void([begun for state, _, begun in recorded if not state.unsure])
         for state in [call.state for call in pending.values() if call.state.number not in self._cancelled] + [
             state for state, _, _ in recorded

@@ -616,10 +616,10 @@ class ActionTask:
         state = call.state
         if (state.status is _COMPLETED or state.status is _ABANDONED) and await self._plays_back(call):
             return await self._replayed(call)
-        if state.status is _NEW:
-            if seconds is not None:
-                until = after(self._environment.clock, seconds)
-                state.kwargs = {"until": until.isoformat(timespec="milliseconds")}
+        if state.status is _NEW or state.status is CallStatus.FAILED:
+            # Also when it was too late before, and that left the action: as any call it is tried again, with its time.
+            until = None if seconds is None else after(self._environment.clock, seconds)
+            state.kwargs = {} if until is None else {"until": until.isoformat(timespec="milliseconds")}
             self._journal.request(call, "idempotent")
         decided = self._decision(decisions.signal_target(self.identity, state.number))
         if isinstance(decided, decisions.Signalled):
