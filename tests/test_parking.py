@@ -671,19 +671,22 @@ print(",".join(f"{parked.message_id}:{parked.why}" for parked in report.parked))
 """
 
 
+def restarted_until_it_ends(script: Path, kills: int) -> subprocess.CompletedProcess[str]:
+    """Run *script* in its folder, which is killed by SIGKILL up to so many times, until it ends by itself."""
+    for _ in range(kills + 1):
+        ended = subprocess.run([sys.executable, script], cwd=script.parent, capture_output=True, text=True, timeout=60)
+        if ended.returncode == 0:
+            return ended
+        assert ended.returncode == -9, ended.stderr
+    raise AssertionError(f"killed more than {kills} times")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", [[], [7], [7, 3], [19, 39]])
 def test_a_message_that_kills_the_process_is_parked_after_so_many_restarts(tmp_path: Path, poison: list[int]) -> None:
     script = tmp_path / "app.py"
     script.write_text(f"POISON = {poison}\n{POISON}")
-    kills = 0
-    while True:
-        ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        if ended.returncode == 0:
-            break
-        assert ended.returncode == -9, ended.stderr
-        kills += 1
-        assert kills <= 12
+    ended = restarted_until_it_ends(script, kills=12)
     # Of two messages of one key, the second waits behind the first.
     blamed = [n for n in poison if n - 20 not in poison]
     assert sorted(ended.stdout.strip().split(",")) == (sorted(f"{n}:attempts" for n in blamed) if blamed else [""])
@@ -726,14 +729,7 @@ def test_a_message_in_doubt_is_not_blamed_for_the_kills_of_others(tmp_path: Path
     """It is begun at each restart, and parked again each time before another message ends the process."""
     script = tmp_path / "app.py"
     script.write_text(IN_DOUBT)
-    kills = 0
-    while True:
-        ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        if ended.returncode == 0:
-            break
-        assert ended.returncode == -9, ended.stderr
-        kills += 1
-        assert kills <= 8
+    ended = restarted_until_it_ends(script, kills=8)
     assert ended.stdout.strip() == "kills:attempts,pays:in_doubt"
 
 

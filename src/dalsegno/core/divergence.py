@@ -119,10 +119,10 @@ def made_at() -> str:
     return ""
 
 
-def defined_at(function: Callable[..., Any]) -> str:
-    """Where *function* is defined, as ``, defined at FILE:LINE``; empty if that is not known."""
+def defined_at(function: Callable[..., Any], before: str, behind: str = "") -> str:
+    """Where *function* is defined, as ``defined at FILE:LINE`` between two texts; empty if that is not known."""
     code = getattr(function, "__code__", None)
-    return f", defined at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    return f"{before}defined at {code.co_filename}:{code.co_firstlineno}{behind}" if code is not None else ""
 
 
 def show(state: CallState) -> str:

@@ -227,11 +227,11 @@ class Executor:
 
     def _recorded(self, run: _Run, step: _Step, left: RecordedTasks, identity: str) -> TaskActionState | None:
         handlers = [spec.name for spec in self._agent.handlers(type(step.event))]
-        place = divergence.defined_at(step.spec.function)
+        place = divergence.defined_at(step.spec.function, ", ")
         event = _type_name(step.event)
-        due = Due(run.message.id, step.sender, step.index, step.spec.name, event, handlers, place)
+        due = Due(identity, run.message.id, step.sender, step.index, step.spec.name, event, handlers, place)
         before = len(left.moved)
-        found = left.take(due, identity, self._describe(run.message))
+        found = left.take(due, self._describe(run.message))
         for what in left.moved[before:]:
             self._warn(run, f"{what} What is recorded of it is played back, the rest is run")
         return found

@@ -33,7 +33,7 @@ from datetime import datetime
 from typing import Any
 
 from dalsegno.core import divergence
-from dalsegno.core.records import CallState, Park, TaskActionState, new_body
+from dalsegno.core.records import CallState, GivenUp, Park, TaskActionState, new_body
 from dalsegno.core.transitions import CallStatus
 from dalsegno.errors import DivergenceError
 
@@ -82,11 +82,15 @@ class Journal:
         """Failures that the action got, each with how many calls had begun by then."""
         self._begun: list[int] = []
         """The numbers of the calls in the order in which they began."""
-        self._no_longer_binding = {n for lost in recorded.given_up for n in lost.calls} if recorded else set()
+        self._losses = [*recorded.given_up] if recorded is not None else []
+        """All calls that were given up, in this run or before."""
         self._cancelled: set[int] = set()
         self._abandoned: list[CallState] = []
-        self.calls_begun = 0
+
+    @property
+    def calls_begun(self) -> int:
         """How many calls the action has begun, in this run."""
+        return len(self._begun)
 
     def begin(
         self,
@@ -114,7 +118,6 @@ class Journal:
             self._next_number += 1
         occurrence = self._occurrences.get((name, arguments), 0)
         self._occurrences[name, arguments] = occurrence + 1
-        self.calls_begun += 1
         self._begun.append(state.number)
         if self._pending_failures:
             self._record_failures(strand)
@@ -219,12 +222,16 @@ class Journal:
 
         They no longer bind it, as if changed code had given them up; those that it makes again keep their answers.
         """
-        calls = (
-            [number for number in self._begun[min(begun) :] if number not in self._no_longer_binding] if begun else []
-        )
+        lost = {number for loss in self._losses for number in loss.calls}
+        calls = [number for number in self._begun[min(begun) :] if number not in lost] if begun else []
         if calls:
-            self._no_longer_binding.update(calls)
-            self._emit(new_body("given_up") | {"calls": calls, "before": self._next_number})
+            self._lose(calls)
+
+    def _lose(self, calls: list[int]) -> None:
+        """Record that *calls* no longer bind the code after those that have begun by now."""
+        loss = GivenUp(calls, self._next_number)
+        self._losses.append(loss)
+        self._emit(new_body("given_up") | loss._asdict())
 
     def _reopen(self) -> None:
         """An exception left the action, and with it perhaps the reason why it abandoned calls."""
@@ -255,14 +262,13 @@ class Journal:
     def give_up(self) -> list[CallState]:
         """From here on, what is recorded and was not made again binds nothing; returns those calls."""
         lost = list(self._to_come())
-        self._no_longer_binding.update(state.number for state in lost)
         for calls, _ in self._later:  # given up before, at a point that is never reached now
             self._given_up += calls
         self._groups, self._later = [], []
         self._given_up += lost
         for state in lost:
             state.order = None
-        self._emit(new_body("given_up") | {"calls": [state.number for state in lost], "before": self._next_number})
+        self._lose([state.number for state in lost])
         return lost
 
     def dropped(self) -> list[CallState]:

@@ -19,6 +19,7 @@ from dalsegno.core.records import TaskActionState
 class Due(NamedTuple):
     """An action task that is due, in the code as it is now."""
 
+    identity: str
     message: str
     sender: str
     position: int
@@ -31,7 +32,8 @@ class Due(NamedTuple):
     place: str
     """Where the action is defined, for messages."""
 
-    def identity(self, action: str) -> str:
+    def identity_of(self, action: str) -> str:
+        """What the identity is if *action* is run for the event."""
         return task_id(self.message, self.sender, self.position, action)
 
 
@@ -40,7 +42,7 @@ class RecordedTasks:
 
     def __init__(self, history: Sequence[TaskActionState], rerun: bool) -> None:
         self.left = list(history)
-        self._known = {state.task for state in history}
+        self._history = history
         self._rerun = rerun
         self._order: list[str] = []
         self.moved: list[str] = []
@@ -51,25 +53,26 @@ class RecordedTasks:
         """The action tasks that were taken, in this order, if those are not the recorded ones in theirs."""
         return self._order if self.moved or self.left else None
 
-    def take(self, due: Due, identity: str, where: str) -> TaskActionState | None:
-        """What is recorded of *due*, None if nothing is. Raises `DivergenceError` for what does not fit."""
-        found = self._find(due, identity, where)
+    def take(self, due: Due, where: str) -> TaskActionState | None:
+        """What is recorded of *due*, None if nothing is; to be asked only as long as something is left.
+
+        Raises `DivergenceError` for what does not fit.
+        """
+        found = self._find(due, where)
         if found is not None:
             self.left.remove(found)
-        self._order.append(found.task if found is not None else identity)
+        self._order.append(found.task if found is not None else due.identity)
         return found
 
-    def _find(self, due: Due, identity: str, where: str) -> TaskActionState | None:
-        if not self.left:
-            return None
+    def _find(self, due: Due, where: str) -> TaskActionState | None:
         first = self.left[0]
-        if first.task == identity:
+        if first.task == due.identity:
             return first
         unfit = divergence.unfit_action(where, first, due.action, due.event, due.place)
         if not self._rerun:
             raise unfit
         self.moved.append(unfit.what)
-        return next((state for state in self.left if state.task == identity), None) or self._renamed(due, where)
+        return next((state for state in self.left if state.task == due.identity), None) or self._renamed(due, where)
 
     def _renamed(self, due: Due, where: str) -> TaskActionState | None:
         gone = [
@@ -77,9 +80,10 @@ class RecordedTasks:
             for state in self.left
             if (state.sender, state.index) == (due.sender, due.position) and state.action not in due.handlers
         ]
-        new = [name for name in due.handlers if due.identity(name) not in self._known]
         if not gone:
             return None
+        known = {state.task for state in self._history}
+        new = [name for name in due.handlers if due.identity_of(name) not in known]
         if len(gone) > 1 or len(new) > 1:
             raise divergence.ambiguous_rename(where, gone, due.action, due.event)
         return gone[0]

@@ -195,7 +195,6 @@ class ActionTask:
     """Whether the action went on although the code no longer fitted the record."""
     _overlapping = False
     """Whether calls are in flight together, or were a moment ago."""
-    _begun_at = 0.0
     _order: Delivery | None = None
     _unfit: DivergenceError | None = None
     """The last error of the order for which the record was given up."""
@@ -690,7 +689,7 @@ class ActionTask:
         )
 
     def _defined_at(self) -> str:
-        return f" The action is{divergence.defined_at(self._spec.function).removeprefix(',')}."
+        return divergence.defined_at(self._spec.function, " The action is ", ".")
 
     def _check_complete(self) -> None:
         """Whether the code made all that is recorded; raises what is to be done if not."""

@@ -91,9 +91,7 @@ class LocalRunner:
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
-        _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts)
-        if on_divergence not in ("strict", "rerun"):
-            raise DefinitionError(f"on_divergence={on_divergence!r} is not one of 'strict', 'rerun'")
+        _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts, on_divergence)
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
         self._cipher = _checked_cipher(cipher, self._store)
         self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints), cipher)
@@ -272,8 +270,15 @@ class LocalRunner:
 
 
 def _check_options(
-    max_in_flight: object, checkpoint_interval: object, linger: object, on_failure: object, max_attempts: object
+    max_in_flight: object,
+    checkpoint_interval: object,
+    linger: object,
+    on_failure: object,
+    max_attempts: object,
+    on_divergence: object,
 ) -> None:
+    if on_divergence not in ("strict", "rerun"):
+        raise DefinitionError(f"on_divergence={on_divergence!r} is not one of 'strict', 'rerun'")
     if on_failure not in ("stop", "park"):
         raise DefinitionError(f"on_failure={on_failure!r} is not one of 'stop', 'park'")
     if max_attempts is not None and not (type(max_attempts) is int and max_attempts >= 3):

@@ -658,13 +658,9 @@ class Pipeline:
         for number, decision in await self._store.decisions(self._decided):
             self._decided = number
             self._note(decision)
-            state = self._parked.get(decision.key)
-            if state is not None and state.parked is not None and state.parked.message == decision.message:
-                self._take_up(state)
+            self._take_up_if_parked(decision.key, decision.message)
         for key, message in [*self.environment.late.newly_ended()]:
-            state = self._parked.get(key)
-            if state is not None and state.parked is not None and state.parked.message == message:
-                self._take_up(state)
+            self._take_up_if_parked(key, message)
         now = self.environment.clock()
         for state in [*self._parked.values()]:
             if state.parked is not None and state.parked.until is not None and state.parked.until <= now:
@@ -673,6 +669,11 @@ class Pipeline:
     def _note(self, decision: Decision) -> None:
         made = self.environment.decisions.setdefault((decision.key, decision.message), {})
         made[decision.target] = decision.body
+
+    def _take_up_if_parked(self, key: bytes, message: str) -> None:
+        state = self._parked.get(key)
+        if state is not None and state.parked is not None and state.parked.message == message:
+            self._take_up(state)
 
     def _take_up(self, state: KeyState) -> None:
         """Let the key's parked message run again, and then those that wait behind it."""
