@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.core.task import Environment
+from dalsegno.core.environment import Environment
 from tests.helpers import for_ever
 
 

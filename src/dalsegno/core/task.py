@@ -10,10 +10,9 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import UUID
 
 from dalsegno import effects, recorded
@@ -22,13 +21,14 @@ from dalsegno.context import CallOptions, RunnerContext
 from dalsegno.core import codec, decisions, divergence
 from dalsegno.core.callee import Callee, check_options, describe, with_key, with_key_for_reconcile
 from dalsegno.core.delivery import Delivery
+from dalsegno.core.environment import Environment
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.identity import fingerprint, idempotency_key
 from dalsegno.core.journal import Call, Journal
-from dalsegno.core.late import CallPlace, LateCalls, MessagePlace
-from dalsegno.core.pauses import Pauses, after, seconds_of
-from dalsegno.core.records import COUNTED, Park, Record, TaskActionState, as_record, dump_body, new_body
+from dalsegno.core.late import CallPlace, MessagePlace
+from dalsegno.core.pauses import after, seconds_of
+from dalsegno.core.records import COUNTED, Park, TaskActionState, as_record, dump_body, new_body
 from dalsegno.core.time_limit import OutOfTime, Watched, in_time
 from dalsegno.core.transitions import CallStatus
 from dalsegno.effects import CurrentCall, DidNotHappen, Effect, Happened, Unknown
@@ -78,63 +78,6 @@ class Stopped(Exception):
 
 class SetAside(Exception):
     """The message cannot go on now; the `park` of the action task says why."""
-
-
-class Log(Protocol):
-    """What an action task needs of the group commit."""
-
-    @property
-    def crowded(self) -> bool: ...
-    def append(self, record: Record, /) -> None: ...
-    def check(self) -> None: ...
-    async def barrier(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Counters:
-    """Durable calls of this process: executed anew, and played back from the record."""
-
-    executed: int = 0
-    replayed: int = 0
-    diverged: int = 0
-    """Messages that went on although the code no longer fitted their record."""
-
-
-@dataclass(slots=True)
-class Environment:
-    """What surrounds all action tasks of a process."""
-
-    job: str
-    log: Log
-    run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
-    """Runs a function in a thread, in a copy of the present context; raises what it raises, StopIteration excepted."""
-    clock: Callable[[], datetime]
-    """The present time, with its zone."""
-    counters: Counters = field(default_factory=Counters)
-    rerun: bool = False
-    """Whether a message goes on where the code no longer fits its record, instead of raising `DivergenceError`."""
-    stopping: bool = False
-    cancelled: bool = False
-    """Whether the runner cancels what runs: an action that is cancelled then has not cancelled anything itself."""
-    decisions: dict[tuple[bytes, str], dict[str, bytes]] = field(default_factory=dict)
-    """What people decided, by key and id of the message: the body of each decision by its target."""
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    pauses: Pauses = field(default_factory=Pauses)
-    late: LateCalls = field(default_factory=LateCalls)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    """Asked for once: it is a system call each time."""
-
-    def stop(self) -> None:
-        """From now on no call starts, and none is waited for that is only due later."""
-        self.stopping = True
-        self.pauses.cut()
-
-    async def give_way(self) -> None:
-        """Let the event loop do other things, and wait if more is to be recorded than the store keeps up with."""
-        if self.log.crowded:
-            await self.log.barrier()
-        else:
-            await asyncio.sleep(0)
 
 
 class _Place:

@@ -32,7 +32,7 @@ from dalsegno.agent import Agent, check_agent
 from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
-from dalsegno.core.task import Environment
+from dalsegno.core.environment import Environment
 from dalsegno.errors import DefinitionError
 from dalsegno.memory import Leaf, Node
 from dalsegno.operate.operator import Operator
