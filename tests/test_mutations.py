@@ -155,7 +155,7 @@ MUTATIONS = [
         "a barrier before a call that the outside world can tell",
         [
             Change(
-                "core/task.py",
+                "core/attempts.py",
                 """
                 self._journal.request(call, effect, answer)
                 await self._environment.log.barrier()
@@ -174,12 +174,12 @@ MUTATIONS = [
             Change(
                 "core/task.py",
                 """
-                    return await self._replayed(call)
-                if options.retry is None and not (callee.marked or options.idempotency_key):
+                    return await self._attempts.play_back(call)
+                return await self._attempts.make(call, function, callee, options)
                 """,
                 """
                     pass
-                if options.retry is None and not (callee.marked or options.idempotency_key):
+                return await self._attempts.make(call, function, callee, options)
                 """,
             )
         ],
@@ -208,10 +208,10 @@ MUTATIONS = [
         "the action gets the decoded record of a result",
         [
             Change(
-                "core/task.py",
-                "return self._completed(call, tree)",
+                "core/attempts.py",
+                "return self.completed(call, tree)",
                 """
-                self._completed(call, tree)
+                self.completed(call, tree)
                 return result
                 """,
             )
@@ -223,7 +223,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the action gets the decoded record of a failure",
-        [Change("core/task.py", "return decoded.with_traceback(error.__traceback__)", "return error")],
+        [Change("core/attempts.py", "return decoded.with_traceback(error.__traceback__)", "return error")],
         on_both(
             "test_faults.py::test_an_exception_with_required_keyword_arguments_is_the_same_in_the_replay",
             r"^AssertionError: .*object object at",
@@ -231,7 +231,13 @@ MUTATIONS = [
     ),
     Mutation(
         "an outcome that cannot be loaded is no failure of the call",
-        [Change("core/task.py", "await self._stop_with(self._unrecordable(call, error, why).reason)", "raise")],
+        [
+            Change(
+                "core/attempts.py",
+                "await self._flight.stop_with(self._unrecordable(call, error, why).reason)",
+                "raise",
+            )
+        ],
         on_both(
             "test_unloadable_outcomes.py::test_nor_does_one_that_makes_calls_side_by_side[gathered]",
             "DID NOT RAISE .*ActionError",
@@ -317,11 +323,11 @@ MUTATIONS = [
         "a cancellation is never an outcome",
         [
             Change(
-                "core/task.py",
+                "core/attempts.py",
                 "except SystemExit as error:",
                 """
                 except asyncio.CancelledError:
-                    failure = self._failed(call, RuntimeError("cancelled"))
+                    failure = self.failed(call, RuntimeError("cancelled"))
                 except SystemExit as error:
                 """,
             )
@@ -355,11 +361,12 @@ MUTATIONS = [
         "the fingerprint is taken before the call",
         [
             Change(
-                "core/task.py",
+                "core/invoke.py",
                 "return await function(*args, **kwargs)",
                 """
                 result = await function(*args, **kwargs)
                 state.args = codec.to_tree(list(args), root="args")
+                from dalsegno.core.identity import fingerprint
                 state.arguments = fingerprint(state.args)
                 return result
                 """,
@@ -384,8 +391,8 @@ MUTATIONS = [
         "a call in doubt is not made again",
         [
             Change(
-                "core/task.py",
-                'if effect == "once" and _may_have_happened(call.state.status, options):',
+                "core/attempts.py",
+                'if effect == "once" and may_have_happened(call.state.status, options):',
                 "if False:",
             )
         ],

@@ -1,4 +1,4 @@
-"""What must be known of a function before it is called: its stable name, and whether its arguments are clear."""
+"""What must be known of a call before it is made: its stable name, whether its arguments are clear, their record."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 from dalsegno.agent import check_name
 from dalsegno.context import CallOptions
-from dalsegno.core.identity import callable_name
+from dalsegno.core import codec
+from dalsegno.core.identity import callable_name, fingerprint
 from dalsegno.core.keyed import Place, add_key, marked_places, option_place
 from dalsegno.effects import EFFECTS
-from dalsegno.errors import DefinitionError
+from dalsegno.errors import CodecError, DefinitionError
 from dalsegno.registry import register_signature
 from dalsegno.retry import RetryPolicy, is_number
 
@@ -166,3 +167,13 @@ def _check_collisions(
             f"{option}= is an option of durable_execute and a parameter of {function!r}: "
             f"pass the function's in kwargs={{{option!r}: ...}}, so that it is clear which one is meant"
         )
+
+
+def encode_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any], str]:
+    """The arguments as the codec writes them, and their fingerprint; raises `CodecError` if they cannot be recorded."""
+    try:
+        arguments: Any = codec.to_tree(list(args), root="args")
+        keywords: Any = codec.to_tree(kwargs, root="kwargs") if kwargs else {}
+    except CodecError as error:
+        raise CodecError(f"the call {name} was not made, because an argument cannot be recorded: {error}") from error
+    return arguments, keywords, fingerprint({"args": arguments, "kwargs": keywords} if keywords else arguments)

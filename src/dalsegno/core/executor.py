@@ -21,10 +21,11 @@ from dalsegno.agent import ActionSpec, Agent
 from dalsegno.core import codec, divergence
 from dalsegno.core.decisions import resolve_target, retry_target, signal_target, wait_limit
 from dalsegno.core.environment import Environment
+from dalsegno.core.flight import SetAside
 from dalsegno.core.identity import fingerprint, key_bytes, task_id
 from dalsegno.core.recorded_tasks import Due, RecordedTasks
 from dalsegno.core.records import CallState, Park, TaskActionState
-from dalsegno.core.task import ActionTask, SetAside, record_park
+from dalsegno.core.task import ActionTask, record_park
 from dalsegno.errors import ActionError, DivergenceError, InDoubtError
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import EMPTY, MemoryTransaction, Node

@@ -35,9 +35,9 @@ from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.environment import Environment
 from dalsegno.core.executor import Executor, Finished, Message, Parked
+from dalsegno.core.flight import Stopped
 from dalsegno.core.late import LateCalls
 from dalsegno.core.records import Park, TaskActionState, by_message
-from dalsegno.core.task import Stopped
 from dalsegno.errors import DalSegnoError, InputError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile, InboxEntry, JobIdentity
