@@ -26,7 +26,7 @@ from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import Record, encode_body
 from dalsegno.inspect import cli, commands
 from dalsegno.operate.views import Lens, call_id
-from dalsegno.runners import pipeline
+from dalsegno.runners import parking
 from dalsegno.stores.base import Decision
 from dalsegno.stores.default import default_store_path
 from dalsegno.stores.encrypting import EncryptingStore
@@ -801,7 +801,7 @@ def test_a_message_that_the_runner_parked_is_found_and_resolved(dalsegno: Comman
 
 
 def test_a_message_that_failed_is_retried_by_a_running_job(dalsegno: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_LISTEN_SECONDS", 0.01)
+    monkeypatch.setattr(parking, "_LISTEN_SECONDS", 0.01)
     tools = Tools()
     tools.fail_on["A"] = ValueError("card refused")
     outputs: list[Any] = []

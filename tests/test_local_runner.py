@@ -35,7 +35,7 @@ from dalsegno import (
     action,
 )
 from dalsegno.core.records import Record
-from dalsegno.runners import pipeline
+from dalsegno.runners import inbox
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
 from dalsegno.runners.report import Progress
 from dalsegno.runners.sinks import JsonLinesSink
@@ -887,7 +887,7 @@ def test_a_plain_action_that_waits_for_a_call_does_not_keep_a_cancelled_run(worl
 def test_keys_that_were_forgotten_are_read_again_from_the_checkpoint(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_CACHED_KEYS", 5)
+    monkeypatch.setattr(inbox, "_CACHED_KEYS", 5)
 
     async def body(value: Any, ctx: RunnerContext) -> int:
         n: int = ctx.short_term_memory.get("n", 0) + 1
@@ -974,7 +974,7 @@ def test_the_process_holds_no_more_after_many_messages_than_after_few(tmp_path: 
 def test_many_messages_behind_a_parked_one_are_kept_in_the_checkpoint_not_in_memory(
     world: World, tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_SET_ASIDE_IN_MEMORY", 5)
+    monkeypatch.setattr(inbox, "_SET_ASIDE_IN_MEMORY", 5)
     agent = Scripted(counting(tools))
     records = [{"id": n, "k": 0} for n in range(40)]
     tools.hang_on.add(0)

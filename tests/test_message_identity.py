@@ -31,7 +31,7 @@ from dalsegno.core.identity import digest, key_bytes
 from dalsegno.inspect import cli
 from dalsegno.operate import decide
 from dalsegno.operate.lookup import find_key, find_message, key_text, printable
-from dalsegno.runners import pipeline, recovery
+from dalsegno.runners import inbox, recovery
 from dalsegno.runners.merged import MergedSource
 from dalsegno.runners.sources import IterableSource, Source, SourceItem
 from dalsegno.stores.base import Covered
@@ -154,7 +154,7 @@ def test_ids_go_through_checkpoints_and_order_by_their_place_in_the_input(world:
         async def stopped() -> None:
             runner = world.runner(Scripted(body))
             running = asyncio.ensure_future(runner.run_async(of(*ids), world.out, message_id="id"))
-            await until(lambda: runner._pipeline is not None and runner._pipeline._read_records == len(ids))
+            await until(lambda: runner._pipeline is not None and runner._pipeline.reading.records == len(ids))
             await until(checkpoints(runner, 1))
             running.cancel()
             await asyncio.wait([running])
@@ -264,11 +264,11 @@ def checkpoints(runner: LocalRunner, at_least: int) -> Any:
     def taken() -> bool:
         machine = runner._pipeline
         assert machine is not None
-        if machine.report.checkpoints >= at_least and not machine._writing:
+        if machine.report.checkpoints >= at_least and not machine._inbox._writing:
             return True
-        if not machine._writing:
-            machine._changes += 1
-            machine._checkpoint_due.set()
+        if not machine._inbox._writing:
+            machine._checkpointer.changed()
+            machine._checkpointer.due.set()
         return False
 
     return taken
@@ -342,7 +342,7 @@ def test_a_new_message_of_an_old_id_keeps_its_records_over_a_crash(world: World,
 def test_a_message_that_comes_again_while_its_key_is_parked_is_known_though_not_in_memory(
     world: World, tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_SET_ASIDE_IN_MEMORY", 3)
+    monkeypatch.setattr(inbox, "_SET_ASIDE_IN_MEMORY", 3)
     tools.fail_on["0"] = ValueError("no")
     ids = [str(n) for n in range(20)]
     runner = world.runner(calling(tools), on_failure="park")
@@ -350,8 +350,8 @@ def test_a_message_that_comes_again_while_its_key_is_parked_is_known_though_not_
 
     def look() -> bool:
         assert runner._pipeline is not None
-        assert runner._pipeline._known is not None
-        kept.append(len(runner._pipeline._known._contents))
+        assert runner._pipeline._identities.known is not None
+        kept.append(len(runner._pipeline._identities.known._contents))
         return True
 
     report = run(
@@ -480,7 +480,7 @@ def test_every_key_is_itself_in_records_checkpoints_and_inspection(world: World,
         runner = world.runner(Scripted(body))
         running = asyncio.ensure_future(runner.run_async(source(), world.out, **options))
         await until(lambda: len(tools.hanging) == count)
-        await until(lambda: runner._pipeline is not None and runner._pipeline._read_records == len(records))
+        await until(lambda: runner._pipeline is not None and runner._pipeline.reading.records == len(records))
         await until(checkpoints(runner, 1))
         running.cancel()
         await asyncio.wait([running])

@@ -413,7 +413,7 @@ MUTATIONS = [
         "nothing is pruned before its checkpoint is complete",
         [
             Change(
-                "runners/pipeline.py",
+                "runners/checkpointer.py",
                 "covered, self._covered = self._covered, []",
                 """
                 covered, self._covered = self._covered, []
@@ -430,7 +430,7 @@ MUTATIONS = [
         "the records of unfinished messages are not pruned",
         [
             Change(
-                "runners/pipeline.py",
+                "runners/checkpointer.py",
                 "covered, self._covered = self._covered, []",
                 """
                 covered, self._covered = self._covered, []
@@ -569,7 +569,7 @@ MUTATIONS = [
 
                 def leak(memory):
                     state.memory = memory
-                    self._changed[state.key] = state
+                    self._checkpointer.changed_memory(state)
 
                 leaks[entry.message.id] = leak
                 """,

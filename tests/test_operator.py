@@ -27,14 +27,14 @@ from dalsegno import (
     register,
 )
 from dalsegno.operate.operator import OpenQuestion
-from dalsegno.runners import pipeline
+from dalsegno.runners import parking
 from dalsegno.stores.encrypting import EncryptingStore
 from tests.helpers import PATIENCE, Scripted, Tools, World, crashed, run, until
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_LISTEN_SECONDS", 0.01)
+    monkeypatch.setattr(parking, "_LISTEN_SECONDS", 0.01)
 
 
 @register

@@ -18,7 +18,7 @@ from dalsegno.core import codec
 from dalsegno.core.decisions import Answer, Resolved, Retried, Signalled
 from dalsegno.core.identity import key_bytes
 from dalsegno.core.records import TaskActionState, fold
-from dalsegno.runners import checkpoints, pipeline
+from dalsegno.runners import checkpoints, inbox, parking
 from dalsegno.stores.base import Decision
 from tests.helpers import PATIENCE, Scripted, Tools, World, crashed, run, until
 
@@ -27,7 +27,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_LISTEN_SECONDS", 0.01)
+    monkeypatch.setattr(parking, "_LISTEN_SECONDS", 0.01)
 
 
 def state_of(world: World, key: Any) -> TaskActionState:
@@ -378,8 +378,8 @@ def test_each_kind_of_action_is_told_its_own_way_to_wait(world: World) -> None:
 def test_many_messages_behind_a_parked_one_come_back_in_order_and_in_chunks(
     world: World, tools: Tools, monkeypatch: pytest.MonkeyPatch, interval: float
 ) -> None:
-    monkeypatch.setattr(pipeline, "_INBOX_CHUNK", 7)
-    monkeypatch.setattr(pipeline, "_SET_ASIDE_IN_MEMORY", 20)
+    monkeypatch.setattr(inbox, "_CHUNK", 7)
+    monkeypatch.setattr(inbox, "_SET_ASIDE_IN_MEMORY", 20)
     source = ask(0) + ask(*range(1, 50), asked=False) + ask(50) + ask(*range(51, 70), asked=False)
 
     async def main() -> None:
@@ -392,7 +392,7 @@ def test_many_messages_behind_a_parked_one_come_back_in_order_and_in_chunks(
                 return [found.message_id for found in parked] == [message]
 
             await until(waits)
-            await until(lambda: runner._pipeline is None or runner._pipeline._read_records == 70)
+            await until(lambda: runner._pipeline is None or runner._pipeline.reading.records == 70)
             assert await asyncio.to_thread(signal, world, "a", "go")
         async with asyncio.timeout(PATIENCE):
             report = await running

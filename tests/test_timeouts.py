@@ -355,7 +355,7 @@ def run_while_held(
         pipeline = runner._pipeline
         assert pipeline is not None
         await asyncio.to_thread(meanwhile)
-        await pipeline._take_in()
+        await pipeline._parking.take_up()
         await until(lambda: not pipeline._workers)
         assert is_parked()
         threads.go.set()

@@ -66,7 +66,7 @@ def _checkpoints(runner: LocalRunner, messages: set[str]) -> Any:
         assert pipeline is not None
         if message in messages:
             before = pipeline.report.checkpoints
-            pipeline._checkpoint_due.set()
+            pipeline._checkpointer.due.set()
             while pipeline.report.checkpoints == before:  # noqa: ASYNC110 - the runner tells nobody
                 await asyncio.sleep(0.001)
 

@@ -368,7 +368,7 @@ class _Refresh:
         report.parked = self._pipeline.parked()
         report.seconds = time.monotonic() - self._started
         if self._on_progress is not None:
-            read = self._source.progress(self._pipeline.position)
+            read = self._source.progress(self._pipeline.reading.position)
             done, of = self._pipeline.worked_off()
             in_flight = self._pipeline.in_flight()
             self._on_progress(Progress(report, read, self._source.total(), in_flight, read * done // max(of, 1)))
