@@ -8,12 +8,14 @@ What to read, in this order:
 * `dalsegno.agent`, `dalsegno.events`, `dalsegno.context`, `dalsegno.memory`, `dalsegno.effects`, `dalsegno.retry`: what
   an agent is written with.
 * `dalsegno.runners.local`: how it is run.
-* `dalsegno.core.executor` and `dalsegno.core.task`: how a message is run or played back; `dalsegno.core.journal`: how
-  calls are matched with their record; `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is
-  durable.
+* `dalsegno.core.executor` and `dalsegno.core.task`: how a message is run or played back; `dalsegno.core.attempts` and
+  `dalsegno.core.settlement`: how a call is made, and what becomes of one in doubt; `dalsegno.core.journal` and
+  `dalsegno.core.strands`: how calls are matched with their record, also those that are in flight together;
+  `dalsegno.core.records`: what is recorded; `dalsegno.core.commit`: when it is durable.
 * `dalsegno.stores.base`: the contract of a store; `dalsegno.cipher`: encryption of what is kept.
 * `dalsegno.operate.operator`: how people see what waits, and decide.
-* `dalsegno.runners.pipeline`: checkpoints, backpressure, order per key.
+* `dalsegno.runners.pipeline`: one run; `dalsegno.runners.inbox`: backpressure, order per key, what is set aside;
+  `dalsegno.runners.checkpointer`: when a checkpoint is taken; `dalsegno.runners.parking`: how parked messages go on.
 """
 
 TYPE_CHECKING = False  # importing it takes as long as all the rest of this module

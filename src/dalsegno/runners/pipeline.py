@@ -1,17 +1,14 @@
 """The local runner's machine: one run of one job, from its last checkpoint to the end of its input.
 
-Four activities share one event loop. The *reader* admits messages, in input order, as long as there is room. One
-*worker* per busy key runs that key's messages in order. The *checkpointer* takes a checkpoint now and then. The
-*listener* looks for what people decided about parked messages, and for those whose time has come.
+Four activities share one event loop. The *reader* (`Reader`) admits messages to the `Inbox`, in input order, as long as
+there is room. One *worker* per busy key runs that key's messages in order. The *checkpointer* (`Checkpointer`) takes a
+checkpoint now and then. The *listener* (`Parking`) looks for what people decided about parked messages, and for those
+whose time has come.
 
 When the actions of a message are done, its key's next message starts at once, on the memory that it left: records
 become durable in order, so nothing of the next one can outlive what came before it. What makes the message *finished*
 happens when its records are durable, in one step without any ``await`` (`_finish`): its outputs are written, its key's
-memory as checkpoints know it moves on, its inbox entry goes. So whatever `_snapshot` sees, between two such steps, is
-consistent, and a checkpoint never covers what a crash could take back.
-
-A message that cannot go on now is *parked*, and its key's later messages wait behind it: they are in the inbox of the
-next checkpoint and leave the process. When it can go on, its key's messages come back from there, one chunk at a time.
+memory as checkpoints know it moves on, its inbox entry goes.
 
 A stop, a failed action and a full disk all end in the same way: no new call starts, calls in flight end and are
 recorded, and, unless the store or the sink failed, a last checkpoint is taken.
