@@ -737,6 +737,15 @@ def test_of_several_messages_that_wait_one_must_be_named(dalsegno: Command) -> N
     assert decided() == [Signalled(waiting("W", "2").task, 0, True)]
 
 
+@pytest.mark.parametrize("value", ["1e400", '{"by": [-1e400]}', "NaN", "Infinity"])
+def test_a_number_that_json_does_not_have_or_a_float_does_not_hold_is_refused(dalsegno: Command, value: str) -> None:
+    record(waiting())
+    shown = dalsegno("signal", JOB, "W", "approved", value)
+    assert shown.code == 2
+    assert f"is JSON, which {value!r} is not (" in shown.err
+    assert decided() == []
+
+
 def test_two_waits_of_one_message_get_a_signal_each(dalsegno: Command) -> None:
     both = waiting().call("requested", 1, WAIT, "approved")
     record(both)

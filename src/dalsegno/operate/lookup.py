@@ -6,6 +6,7 @@ What is not there, and what could be several, is an `InspectError` that says wha
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -49,12 +50,19 @@ def printable(text: str) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON *text*; raises ``ValueError`` for anything else, as for NaN."""
-    return json.loads(text, parse_constant=_not_json)
+    """The value of JSON *text*; raises ``ValueError`` for anything else, as for NaN, and for a number out of range."""
+    return json.loads(text, parse_constant=_not_json, parse_float=_finite)
 
 
 def _not_json(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:80]} is out of the range of a float")
+    return number
 
 
 def find_key(text: str, keys: Iterable[bytes], *, as_json: bool = False) -> bytes:
