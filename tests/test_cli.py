@@ -19,6 +19,7 @@ import pytest
 from dalsegno.inspect import cli
 from dalsegno.runners.local import LocalRunner
 from dalsegno.runners.report import ParkedMessage, Progress, RunReport
+from dalsegno.stores.sqlite_schema import lock_path
 
 AGENT = """
     import os
@@ -306,6 +307,12 @@ def test_a_new_job_does_not_share_an_output_file_unless_told_to(run: Command) ->
         ("link.jsonl", "the source"),
         ("s.db", "the store"),
         ("c.db", "the file of the checkpoints"),
+        ("s.db-wal", "a part of the store"),
+        ("./x/../s.db-shm", "a part of the store"),
+        (lock_path(Path("s.db"), "job").name, "a part of the store"),
+        (lock_path(Path("s.db"), "another job").name, "a part of the store"),
+        ("c.db-wal", "a part of the checkpoints"),
+        ("c.db-journal", "a part of the checkpoints"),
     ],
 )
 @pytest.mark.parametrize("append", [[], ["--append"]])

@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -49,6 +50,8 @@ PARKED = 3
 _NARROW = 80
 _AT_ONCE_SECONDS = 3.0
 """How long a second signal may take to end a run, whatever its calls do."""
+_BESIDE = re.compile(r"-(wal|shm|journal)|\.[0-9a-f]{16}\.lock")
+"""What follows the name of a database in the names of the files beside it."""
 _SIGNAL_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -282,14 +285,24 @@ def _run_to_the_end(
 
 def _check_apart(sink: Path, source: str, runner: LocalRunner) -> None:
     """Refuse outputs that would go into a file which the run reads, or keeps its records in."""
+    store, checkpoints = getattr(runner._store, "path", None), runner._checkpoints._path
     others = {
         "the source": None if source == "-" else Path(source),
-        "the store": getattr(runner._store, "path", None),
-        "the file of the checkpoints": runner._checkpoints._path,
+        "the store": store,
+        "the file of the checkpoints": checkpoints,
     }
-    for what, path in others.items():
-        if isinstance(path, Path) and _same_file(sink, path):
-            raise DefinitionError(f"the sink {str(sink)!r} is {what} of this run; give outputs a file of their own")
+    used = [what for what, path in others.items() if isinstance(path, Path) and _same_file(sink, path)]
+    databases = {"a part of the store": store, "a part of the checkpoints": checkpoints}
+    used += [what for what, path in databases.items() if isinstance(path, Path) and _is_beside(sink, path)]
+    if used:
+        raise DefinitionError(f"the sink {str(sink)!r} is {used[0]} of this run; give outputs a file of their own")
+
+
+def _is_beside(file: Path, database: Path) -> bool:
+    """Whether *file* has a name that belongs to *database*: SQLite's log and the like, or a job's lock."""
+    name, of = Path(os.path.realpath(file)), Path(os.path.realpath(database))
+    rest = name.name.removeprefix(of.name)
+    return name.parent == of.parent and rest != name.name and _BESIDE.fullmatch(rest) is not None
 
 
 def _same_file(one: Path, other: Path) -> bool:
