@@ -403,6 +403,45 @@ def test_many_messages_behind_a_parked_one_come_back_in_order_and_in_chunks(
     assert [output[2] for output in world.outputs()] == [*range(1, 71)]
 
 
+@pytest.mark.parametrize("ids", [None, "id"])
+def test_messages_that_the_reader_has_yet_to_take_from_the_inbox_run_once(world: World, ids: str | None) -> None:
+    """A key is taken up while the reader waits for room, with later messages of that key before it."""
+    go: asyncio.Event | None = None
+    made = []
+
+    async def body(value: Any, ctx: RunnerContext) -> Any:
+        if value["ask"]:
+            await ctx.wait_for("approve")
+        if value["key"] == "b" and go is not None:
+            await go.wait()
+        made.append(value["id"])
+        return value["id"]
+
+    of_b = ask(1, key="b") + ask(*range(2, 40), key="b", asked=False)
+    source = ask(0) + of_b + ask(40, 41, asked=False)
+    run(world.runner(Scripted(body)), source, world.out, key="key", message_id=ids)
+    assert world.outputs() == []
+    assert signal(world, "b", "go")
+
+    async def main() -> None:
+        nonlocal go
+        go = asyncio.Event()
+        runner = world.runner(Scripted(body), max_in_flight=2)
+        running = asyncio.ensure_future(runner.run_async(source, world.out, key="key", message_id=ids, wait=True))
+        await until(lambda: runner._pipeline is not None and runner._pipeline._inbox.is_full)
+        assert await asyncio.to_thread(signal, world, "a", "go")
+        await until(lambda: 0 in made)
+        go.set()
+        async with asyncio.timeout(PATIENCE):
+            report = await running
+        assert (report.parked, report.waiting, report.messages) == ([], 0, 42)
+
+    asyncio.run(main())
+    assert sorted(made) == [*range(42)]
+    assert [number for number in made if number in (0, 40, 41)] == [0, 40, 41]
+    assert sorted(world.outputs()) == [*range(42)]
+
+
 def test_nothing_is_lost_when_a_message_is_parked_while_a_checkpoint_is_written(
     world: World, tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -108,6 +108,8 @@ class Inbox:
         """Numbers that the next checkpoint takes out of its inbox."""
         self._renumbered: set[int] = set()
         """Numbers under which the checkpoint file may have messages that have another one by now."""
+        self._unread: tuple[float, float] | None = None
+        """From which number on, and below which, messages of the checkpoint are yet to be admitted in this run."""
         self._writing = False
         """Whether a checkpoint is being written."""
         self._aside_meanwhile: list[Entry] = []
@@ -158,12 +160,18 @@ class Inbox:
 
     def stored(self, end: float) -> Iterator[Entry]:
         """The messages that were in flight at the last checkpoint, with numbers below *end*, to be admitted again."""
+        for row in self._rows_below(end):
+            self._unread = (row.ordinal, end)
+            yield self._entry(row)
+        self._unread = None
+
+    def _rows_below(self, end: float) -> Iterator[InboxEntry]:
         after = -1
         while rows := self._checkpoints.inbox(after, _CHUNK):
             for row in rows:
                 if row.ordinal >= end:
                     return
-                yield self._entry(row)
+                yield row
             after = rows[-1].ordinal
 
     def _entry(self, row: InboxEntry) -> Entry:
@@ -255,7 +263,7 @@ class Inbox:
         """The next entries of a key that are set aside, from an ordinal on, and where those after them begin."""
         kept = [entry for entry in self._unfinished.values() if entry.message.key_bytes == key and not entry.waits]
         found = {entry.ordinal: entry for entry in kept if entry.ordinal >= start}
-        rows = self._checkpoints.inbox(start - 1, _CHUNK + 1, key)  # one more: is there more?
+        rows = self._admitted_rows(key, start, _CHUNK + 1)  # one more: is there more?
         for row in rows:
             if row.ordinal not in self._unfinished and row.ordinal not in self._renumbered:
                 found[row.ordinal] = self._entry(row)
@@ -265,6 +273,18 @@ class Inbox:
         if len(taken) == len(found) and end == math.inf:
             return taken, None
         return taken, (taken[-1].ordinal if len(taken) == _CHUNK else rows[-1].ordinal) + 1
+
+    def _admitted_rows(self, key: bytes, start: int, limit: int) -> Sequence[InboxEntry]:
+        """Those of a key in the checkpoint, without those that are admitted later, which would then be there twice."""
+        rows = self._checkpoints.inbox(start - 1, limit, key)
+        if self._unread is None:
+            return rows
+        first, end = self._unread
+        admitted = [row for row in rows if not first <= row.ordinal < end]
+        if len(admitted) < len(rows) and end < math.inf:
+            admitted = [row for row in admitted if row.ordinal < first]
+            admitted += self._checkpoints.inbox(int(end) - 1, limit - len(admitted), key)
+        return admitted
 
     # To the checkpoint.
 
