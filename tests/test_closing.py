@@ -11,7 +11,7 @@ import pytest
 from dalsegno import ActionError, RunnerContext
 from dalsegno.runners.sinks import CallableSink
 from dalsegno.runners.sources import IterableSource, SourceItem
-from tests.helpers import Scripted, SpyStore, Tools, World, run, until
+from tests.helpers import Scripted, SpyStore, Tools, World, for_ever, run, until
 
 PARTS = ["source", "sink", "store"]
 
@@ -119,3 +119,42 @@ def test_what_could_not_be_opened_does_not_keep_the_rest_open(world: World, tool
     assert sorted(set(parts.closed)) == ["sink", "store"]
     run(world.runner(calling(tools)), [1], parts.outputs.append)
     assert parts.outputs == ["done a"]
+
+
+@pytest.mark.parametrize("where", ["call", "calls", "action"])
+def test_a_task_that_is_thrown_away_says_nothing_of_what_it_was_in_and_waits_for_nothing(
+    world: World, tools: Tools, where: str
+) -> None:
+    """As when its event loop is: its coroutine is closed, and must not await any more."""
+    hanging: list[str] = []
+
+    async def hang(what: str) -> None:
+        hanging.append(what)
+        await for_ever()
+
+    async def body(value: Any, ctx: RunnerContext) -> None:
+        if where == "action":
+            await hang("action")
+        if where == "call":
+            await ctx.durable_execute(hang, "a", name="hang")
+        await asyncio.gather(*(ctx.durable_execute(hang, what, name="hang") for what in "ab"))
+
+    store = SpyStore(world.store())
+
+    async def main() -> None:
+        runner = world.runner(Scripted(body), store=store)
+        running = asyncio.ensure_future(runner.run_async([1], world.out))
+        await until(lambda: len(hanging) == (2 if where == "calls" else 1))
+        assert runner._pipeline is not None
+        (worker,) = runner._pipeline._workers
+        coroutine: Any = worker.get_coro()
+        coroutine.close()
+        worker.cancel()
+        await asyncio.wait([worker])
+        assert "cannot reuse" in str(worker.exception())
+        with pytest.raises(GeneratorExit):
+            await running
+
+    asyncio.run(main())
+    assert "failed" not in store.kinds()
+    assert "done" not in store.kinds()

@@ -176,6 +176,7 @@ def test_a_crash_after_did_not_happen_asks_again(world: World, mailer: Mailer) -
         (Unknown("the mail server keeps no log"), "cannot tell: the mail server keeps no log"),
         (OSError("no route \ud800"), "it raised OSError: no route"),
         (SystemExit(3), "it raised SystemExit: 3"),
+        (GeneratorExit("stray"), "it raised GeneratorExit: stray"),
         (asyncio.CancelledError("stray"), "it raised CancelledError: stray"),
         (None, "returned None, which is not Happened"),
         (True, "returned True, which is not Happened"),
@@ -409,19 +410,18 @@ async def answer() -> int:
     return 42
 
 
-async def leave() -> None:
-    raise SystemExit(0)
-
-
-def leave_from_a_thread() -> None:
-    raise SystemExit("bye")
-
-
 class Leaves(Agent):
-    """Does on its one message what *how* says."""
+    """Does on its one message what *how* says, and leaves with *exit*."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, exit: BaseException) -> None:
         self.how = how
+        self.exit = exit
+
+    async def leave(self) -> None:
+        raise self.exit
+
+    def leave_from_a_thread(self) -> None:
+        raise self.exit
 
     @action(InputEvent)
     async def act(self, event: InputEvent, ctx: RunnerContext) -> None:
@@ -431,22 +431,26 @@ class Leaves(Agent):
         if self.how == "nested":
             await ctx.durable_execute(nested, effect="read", name="nested")
         elif self.how == "action":
-            raise SystemExit(0)
+            raise self.exit
         elif self.how == "task":
-            await asyncio.gather(ctx.durable_execute(leave, effect="read"), ctx.durable_execute(answer, effect="read"))
+            await asyncio.gather(
+                ctx.durable_execute(self.leave, effect="read"), ctx.durable_execute(answer, effect="read")
+            )
         else:
-            await ctx.durable_execute(leave if self.how == "async" else leave_from_a_thread, effect="read")
+            leave = self.leave if self.how == "async" else self.leave_from_a_thread
+            await ctx.durable_execute(leave, effect="read")
 
 
 @pytest.mark.parametrize("how", ["action", "async", "thread", "task"])
-def test_a_system_exit_of_the_users_code_fails_the_action_and_does_not_end_the_process(how: str) -> None:
-    runner = LocalRunner(Leaves(how), job="job", store="memory://")
+@pytest.mark.parametrize("exit", [SystemExit(0), SystemExit("bye"), GeneratorExit("bye")])
+def test_an_exit_of_the_users_code_fails_the_action_and_does_not_end_the_process(how: str, exit: BaseException) -> None:
+    runner = LocalRunner(Leaves(how, exit), job="job", store="memory://")
     for _ in range(2):
-        with pytest.raises(ActionError, match="SystemExit"):
+        with pytest.raises(ActionError, match=type(exit).__name__):
             runner.run([1])
 
 
 def test_a_durable_call_inside_the_function_of_another_one_is_refused() -> None:
-    runner = LocalRunner(Leaves("nested"), job="job", store="memory://")
+    runner = LocalRunner(Leaves("nested", SystemExit()), job="job", store="memory://")
     with pytest.raises(ActionError, match="inside the function of another one"):
         runner.run([1])

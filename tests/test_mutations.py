@@ -324,11 +324,11 @@ MUTATIONS = [
         [
             Change(
                 "core/attempts.py",
-                "except SystemExit as error:",
+                "except (SystemExit, GeneratorExit) as error:",
                 """
                 except asyncio.CancelledError:
                     failure = self.failed(call, RuntimeError("cancelled"))
-                except SystemExit as error:
+                except (SystemExit, GeneratorExit) as error:
                 """,
             )
         ],

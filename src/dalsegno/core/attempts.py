@@ -14,7 +14,7 @@ from dalsegno import effects
 from dalsegno.context import CallOptions
 from dalsegno.core import codec
 from dalsegno.core.callee import Callee, with_key, with_key_for_reconcile
-from dalsegno.core.flight import Flight, Stopped, Unrecordable
+from dalsegno.core.flight import Flight, Stopped, Unrecordable, is_thrown_away
 from dalsegno.core.invoke import invoke, invoke_in_time
 from dalsegno.core.journal import Call, Journal
 from dalsegno.core.pauses import after
@@ -74,6 +74,7 @@ class Attempts:
             await self._flight.stop_with(Stopped())
         failure: Exception | None = None
         verdict: Exception | None = None
+        present = asyncio.current_task(self._environment.loop)
         self._flight.enter()
         try:
             effect, answer, late = options.effect, None, None
@@ -113,12 +114,14 @@ class Attempts:
                 failure = self._failed_or_due(call, cut_off.error, options.retry)
             except Exception as error:
                 failure = self._failed_or_due(call, error, options.retry)
-            except SystemExit as error:
+            except (SystemExit, GeneratorExit) as error:
+                if isinstance(error, GeneratorExit) and is_thrown_away(present):
+                    raise
                 # As an outcome it would end every replay; out of a task of the action it would end the event loop.
                 raise self._unrecordable(
                     call,
                     error,
-                    f"raised SystemExit({error.code!r}), which says nothing of its outcome; let it raise an ordinary "
+                    f"raised {error!r}, which says nothing of its outcome; let it raise an ordinary "
                     f"exception{raised_at(error)}",
                 ) from error
         except (StoreError, InDoubtError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dalsegno.core.place import Place
 from dalsegno.core.records import Park
@@ -122,6 +122,17 @@ class Flight:
             await environment.pauses.until(due, longest, environment.clock, environment.sleep, self)
         finally:
             self.pauses -= 1
+
+
+def is_thrown_away(task: asyncio.Task[Any] | None) -> bool:
+    """Whether the coroutine of *task* is closed, as against code in it that raises `GeneratorExit` of its own.
+
+    Nothing can be awaited in it then.
+    """
+    try:
+        return asyncio.current_task() is not task
+    except RuntimeError:  # no event loop runs
+        return True
 
 
 def is_being_cancelled() -> bool:

@@ -30,7 +30,10 @@ async def invoke(place: Place, call: Call, function: Callable[..., Any], is_asyn
         result = await place.environment.run_in_thread(functools.partial(function, *args, **kwargs))
         return await result if inspect.isawaitable(result) else result
     finally:
-        effects.running.reset(token)
+        try:  # noqa: SIM105  suppress() is slow
+            effects.running.reset(token)
+        except ValueError:
+            pass  # the coroutine is closed from elsewhere, where nothing was set
 
 
 async def invoke_in_time(place: Place, call: Call, function: Callable[..., Any], callee: Callee, seconds: float) -> Any:

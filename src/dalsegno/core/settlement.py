@@ -13,7 +13,7 @@ from typing import Any
 from dalsegno.context import CallOptions
 from dalsegno.core import codec, decisions
 from dalsegno.core.callee import with_key_for_reconcile
-from dalsegno.core.flight import Flight, is_being_cancelled
+from dalsegno.core.flight import Flight, is_being_cancelled, is_thrown_away
 from dalsegno.core.invoke import invoke
 from dalsegno.core.journal import Call
 from dalsegno.core.late import CallPlace, MessagePlace
@@ -52,11 +52,13 @@ class Settlement:
                 f"{where}; it has effect='once' and no reconcile= that could tell whether it happened, so it is not "
                 "made again",
             )
+        present = asyncio.current_task()
         try:
             answer = await invoke(self._place, call, options.reconcile, inspect.iscoroutinefunction(options.reconcile))
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError) and is_being_cancelled()
-            if cancelled or isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+            thrown_away = isinstance(error, GeneratorExit) and is_thrown_away(present)
+            if cancelled or thrown_away or isinstance(error, KeyboardInterrupt):
                 raise
             raise self._in_doubt(
                 call, f"{where}; its reconcile could not tell, it raised {type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from dalsegno.core import codec, decisions, divergence
 from dalsegno.core.attempts import Attempts
 from dalsegno.core.callee import Callee, check_options, describe, encode_arguments
 from dalsegno.core.environment import Environment
-from dalsegno.core.flight import Flight, SetAside, Stopped, is_being_cancelled
+from dalsegno.core.flight import Flight, SetAside, Stopped, is_being_cancelled, is_thrown_away
 from dalsegno.core.gather import check as check_gathered
 from dalsegno.core.gather import gather
 from dalsegno.core.journal import Call, Journal
@@ -130,14 +130,16 @@ class ActionTask:
         if self._environment.stopping:
             raise Stopped
         failure: BaseException | None = None
+        present = asyncio.current_task(self._loop)
         try:
             if self._spec.is_async:
-                self._strands.main = asyncio.current_task(self._loop)
+                self._strands.main = present
                 await self._spec.function(self._agent, event, RunnerContext(self))
             else:
                 await self._run_in_thread(event)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
+            thrown_away = isinstance(error, GeneratorExit) and is_thrown_away(present)
+            if thrown_away or (isinstance(error, asyncio.CancelledError) and is_being_cancelled()):
                 self._flight.ended = True
                 raise
             failure = error
@@ -199,7 +201,7 @@ class ActionTask:
             )
 
     def _raise_failure(self, failure: BaseException) -> NoReturn:
-        if isinstance(failure, (KeyboardInterrupt, GeneratorExit)):
+        if isinstance(failure, KeyboardInterrupt):
             raise failure
         self._journal.leave_failed(failure)
         raise ActionError(f"{self}: {type(failure).__name__}: {failure}{raised_at(failure)}") from failure
