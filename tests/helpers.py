@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, RunnerContext, RunReport, action
 from dalsegno.core.records import Record, TaskActionState
-from dalsegno.stores.base import Covered, PruneReport, TaskActionStore
+from dalsegno.stores.base import ALONE, Covered, PruneReport, TaskActionStore, Worker
 from dalsegno.stores.memory import MemoryStore
 from dalsegno.stores.sqlite import SqliteStore
 from dalsegno.stores.wrapping import WrappingStore
@@ -43,10 +43,10 @@ class SpyStore(WrappingStore):
         self.kept = 0
         self.most_kept = 0
 
-    async def open(self, job: str, owner: str) -> None:
+    async def open(self, job: str, owner: str, worker: Worker = ALONE) -> None:
         if self.before_open is not None:
             self.before_open()
-        await self.inner.open(job, owner)
+        await self.inner.open(job, owner, worker)
 
     async def put(self, records: Sequence[Record]) -> None:
         if self.before_put is not None:

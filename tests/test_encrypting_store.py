@@ -26,6 +26,7 @@ KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 class TestEncryptedMemoryStore(StoreSuite):
     persistent = False
+    shared = True
     places: ClassVar[dict[Path, dict[str, Any]]] = {}
 
     def make(self, place: Path) -> TaskActionStore:

@@ -15,6 +15,7 @@ from dalsegno.testing.stores import StoreSuite
 
 class TestMemoryStore(StoreSuite):
     persistent = False
+    shared = True
     places: ClassVar[dict[Path, dict[str, Any]]] = {}
 
     def make(self, place: Path) -> TaskActionStore:

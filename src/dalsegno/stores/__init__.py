@@ -12,9 +12,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from dalsegno.errors import DefinitionError
-from dalsegno.stores.base import Covered, Decision, JobInfo, PruneReport, StoreInspector, TaskActionStore
+from dalsegno.stores.base import Covered, Decision, JobInfo, PruneReport, StoreInspector, TaskActionStore, Worker
 
-__all__ = ["Covered", "Decision", "JobInfo", "PruneReport", "StoreInspector", "TaskActionStore", "open_store"]
+__all__ = ["Covered", "Decision", "JobInfo", "PruneReport", "StoreInspector", "TaskActionStore", "Worker", "open_store"]
 
 ENTRY_POINTS = "dalsegno.stores"
 

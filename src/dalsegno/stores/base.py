@@ -6,7 +6,8 @@ A store keeps records of one job at a time. It knows records and their order; it
 * **Durable**: when `put` returns, its records survive the loss of the process and, for stores that say so, of the
   machine.
 * **Ordered**: the records of one key come back in the order in which they were put, across batches too.
-* **Owned**: `open` makes this process the owner of the job; a write of a former owner raises `FencedError`.
+* **Owned**: `open` makes this process the owner of the job, or one of the workers that own it together; a write of a
+  former owner raises `FencedError`.
 * **Exact**: keys and message ids are compared by equality, whatever characters they hold; bodies come back byte by
   byte.
 
@@ -29,6 +30,21 @@ from typing import ClassVar, NamedTuple, Self
 
 from dalsegno.core.records import OpenBody, Record, TaskActionState
 from dalsegno.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One of the workers that run a job together: number *index*, from 0, of *of*.
+
+    Each has keys of its own, and a key's worker follows from *of* alone, so whoever replaces a worker has its keys. Who
+    runs a job alone is worker 0 of 1.
+    """
+
+    index: int
+    of: int
+
+
+ALONE = Worker(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +148,17 @@ class StoreInspector(ABC):
         self.close()
 
 
+def check_worker(store: str, worker: Worker, *, shared: bool) -> None:
+    """Raise `StoreError` for a worker that cannot be, or is not alone although the store is not *shared*."""
+    if not (type(worker.index) is int and type(worker.of) is int and 0 <= worker.index < worker.of):
+        raise StoreError(f"{store}: there is no worker {worker.index!r} of {worker.of!r}; they are numbered from 0")
+    if worker != ALONE and not shared:
+        raise StoreError(
+            f"{store} serves one process at a time, so it cannot be opened by worker {worker.index} of {worker.of}; "
+            "choose a store that several workers can share"
+        )
+
+
 def unknown_job(store: str, job: str, names: Iterable[str]) -> StoreError:
     """The error of an inspector that is asked for a job that was never opened; *names* are those that are there."""
     return StoreError(f"{store} has no job {job!r}; its jobs are {', '.join(map(repr, names)) or 'none'}")
@@ -151,6 +178,9 @@ class TaskActionStore(ABC):
     persistent: ClassVar[bool] = True
     """Whether records outlive the process."""
 
+    shared: ClassVar[bool] = False
+    """Whether several workers may run one job together."""
+
     open_body: OpenBody | None = None
     """What reading methods give to `fold` with the records."""
 
@@ -163,11 +193,15 @@ class TaskActionStore(ABC):
         self.open_body = open_body
 
     @abstractmethod
-    async def open(self, job: str, owner: str) -> None:
-        """Become the owner of *job*. *owner* says who that is, for the error that another process gets.
+    async def open(self, job: str, owner: str, worker: Worker = ALONE) -> None:
+        """Become the owner of *job*, or its *worker*. *owner* says who that is, for the error of another process.
 
-        Raises `OwnershipError` when a living process owns the job, `StoreError` when the store cannot be reached, and
-        `RecordError` when what is there is not a store of a format that this version reads.
+        From then on those can write nothing who opened the job as the same worker before, or, for they divide the keys
+        in another way, as one of another number of workers.
+
+        Raises `OwnershipError` when one of those is alive and the store does not displace the living, `StoreError` when
+        the store cannot be reached or is not `shared` and *worker* is not alone, and `RecordError` when what is there
+        is not a store of a format that this version reads.
         """
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dalsegno.cipher import PayloadCipher, place, seal, unseal
 from dalsegno.core.records import OpenBody, Record
 from dalsegno.errors import StoreError
-from dalsegno.stores.base import Decision, JobInfo, StoreInspector, TaskActionStore, unknown_job
+from dalsegno.stores.base import ALONE, Decision, JobInfo, StoreInspector, TaskActionStore, Worker, unknown_job
 from dalsegno.stores.wrapping import WrappingStore
 
 
@@ -34,8 +34,8 @@ class EncryptingStore(WrappingStore):
     def read_through(self, open_body: OpenBody | None) -> None:
         self.open_body = open_body  # what is read through the inner store is opened here first
 
-    async def open(self, job: str, owner: str) -> None:
-        await self.inner.open(job, owner)
+    async def open(self, job: str, owner: str, worker: Worker = ALONE) -> None:
+        await self.inner.open(job, owner, worker)
         self._bound = _Bound(self._cipher, job, self.inner.identity)
         self.inner.read_through(self._open_body)
 

@@ -14,12 +14,15 @@ from uuid import uuid4
 from dalsegno.core.records import Record, TaskActionState, fold
 from dalsegno.errors import FencedError, OwnershipError, StoreError
 from dalsegno.stores.base import (
+    ALONE,
     Covered,
     Decision,
     JobInfo,
     PruneReport,
     StoreInspector,
     TaskActionStore,
+    Worker,
+    check_worker,
     not_recorded,
     unknown_job,
 )
@@ -36,38 +39,49 @@ class _Job:
         self.last_decision = 0
         self.lock = threading.Lock()
         """For inspectors of other threads."""
-        self.owner: str | None = None
+        self.workers: dict[Worker, tuple[int, str | None]] = {}
+        """Of each worker that may write, the epoch in which it opened the job, and who it is while it is alive."""
         self.epoch = 0
         self.last_owner = self.since = ""
+
+    def living(self, worker: Worker) -> str | None:
+        """Who is in the way of *worker*."""
+        found = [who for one, (_, who) in self.workers.items() if one == worker or one.of != worker.of]
+        return next((who for who in found if who is not None), None)
+
+    def admit(self, worker: Worker, owner: str) -> int:
+        self.epoch += 1
+        self.workers = {one: which for one, which in self.workers.items() if one.of == worker.of}
+        self.workers[worker] = self.epoch, owner
+        self.last_owner, self.since = owner, datetime.now().astimezone().isoformat(timespec="seconds")
+        return self.epoch
 
 
 class MemoryStore(TaskActionStore):
     """Keeps records in a dict. A second `MemoryStore` over the same *jobs* stands for a restarted process."""
 
     persistent: ClassVar[bool] = False
+    shared: ClassVar[bool] = True
 
     def __init__(self, jobs: dict[str, _Job] | None = None) -> None:
         self.jobs: dict[str, _Job] = {} if jobs is None else jobs
         self._job: _Job | None = None
-        self._epoch = 0
+        self._worker, self._epoch = ALONE, 0
 
-    async def open(self, job: str, owner: str) -> None:
+    async def open(self, job: str, owner: str, worker: Worker = ALONE) -> None:
+        check_worker("the store in memory", worker, shared=self.shared)
         found = self.jobs.setdefault(job, _Job())
-        if found.owner is not None:
+        living = found.living(worker)
+        if living is not None:
             raise OwnershipError(
-                f"job {job!r} is already running in this process ({found.owner}); stop it first, or use another job"
-                f" name"
+                f"job {job!r} is already running in this process ({living}); stop it first, or use another job name"
             )
-        found.owner = found.last_owner = owner
-        found.since = datetime.now().astimezone().isoformat(timespec="seconds")
-        found.epoch += 1
-        self._job, self._epoch = found, found.epoch
+        self._job, self._worker, self._epoch = found, worker, found.admit(worker, owner)
 
     def take_over(self, job: str) -> None:
-        """Fence the present owner of *job*, as a new one would after a crash."""
+        """Fence the present owners of *job*, as new ones would after a crash."""
         found = self.jobs[job]
-        found.owner = None
-        found.epoch += 1
+        found.workers = {}
 
     @property
     def identity(self) -> str:
@@ -122,8 +136,8 @@ class MemoryStore(TaskActionStore):
         return MemoryInspector(self.jobs)
 
     async def close(self) -> None:
-        if self._job is not None and self._job.epoch == self._epoch:
-            self._job.owner = None
+        if self._job is not None and self._owns(self._job):
+            self._job.workers[self._worker] = self._epoch, None
         self._job = None
 
     def _opened(self) -> _Job:
@@ -133,12 +147,15 @@ class MemoryStore(TaskActionStore):
 
     def _owned(self) -> _Job:
         job = self._opened()
-        if job.epoch != self._epoch:
+        if not self._owns(job):
             raise FencedError(
-                f"this store no longer owns its job; {job.owner or 'another owner'} took it over, so nothing more may"
-                f" be recorded here"
+                f"this store no longer owns its job; {job.last_owner} took it over, so nothing more may be recorded"
+                f" here"
             )
         return job
+
+    def _owns(self, job: _Job) -> bool:
+        return job.workers.get(self._worker, (0, None))[0] == self._epoch
 
 
 class MemoryInspector(StoreInspector):
@@ -160,7 +177,7 @@ class MemoryInspector(StoreInspector):
             socket.gethostname(),
             job.since,
             job.pruned_through,
-            job.owner is not None,
+            any(who is not None for _, who in job.workers.values()),
             len({(record.key, record.message) for record in self.records(name)}),
         )
 

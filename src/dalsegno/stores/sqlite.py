@@ -27,7 +27,16 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from dalsegno.core.records import Record, TaskActionState
 from dalsegno.errors import OwnershipError, StoreError
-from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
+from dalsegno.stores.base import (
+    ALONE,
+    Covered,
+    Decision,
+    PruneReport,
+    StoreInspector,
+    TaskActionStore,
+    Worker,
+    check_worker,
+)
 from dalsegno.stores.sqlite_file import JobFile
 from dalsegno.stores.sqlite_inspector import SqliteInspector
 
@@ -49,7 +58,8 @@ class SqliteStore(TaskActionStore):
     def __repr__(self) -> str:
         return f"SqliteStore({str(self.path)!r})"
 
-    async def open(self, job: str, owner: str) -> None:
+    async def open(self, job: str, owner: str, worker: Worker = ALONE) -> None:
+        check_worker(str(self.path), worker, shared=self.shared)
         if self._open is not None:
             raise OwnershipError(f"{self.path}: this store object runs a job already: close it first")
         writer, reader = _thread("writer"), _thread("reader")

@@ -6,7 +6,7 @@ import builtins
 from collections.abc import Sequence
 
 from dalsegno.core.records import OpenBody, Record, TaskActionState
-from dalsegno.stores.base import Covered, Decision, PruneReport, StoreInspector, TaskActionStore
+from dalsegno.stores.base import ALONE, Covered, Decision, PruneReport, StoreInspector, TaskActionStore, Worker
 
 
 class WrappingStore(TaskActionStore):
@@ -22,8 +22,12 @@ class WrappingStore(TaskActionStore):
     def read_through(self, open_body: OpenBody | None) -> None:
         self.inner.read_through(open_body)
 
-    async def open(self, job: str, owner: str) -> None:
-        await self.inner.open(job, owner)
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        return self.inner.shared
+
+    async def open(self, job: str, owner: str, worker: Worker = ALONE) -> None:
+        await self.inner.open(job, owner, worker)
 
     @property
     def identity(self) -> str:

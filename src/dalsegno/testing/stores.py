@@ -30,7 +30,7 @@ import pytest
 
 from dalsegno.core.records import Record, TaskActionState, encode_body, fold
 from dalsegno.errors import FencedError, OwnershipError, RecordError, StoreError
-from dalsegno.stores.base import Covered, Decision, TaskActionStore
+from dalsegno.stores.base import ALONE, Covered, Decision, TaskActionStore, Worker
 
 ODD_KEYS = (
     *(b'""', b'" "', b"1", b'"1"', b"true", b"1.0", b'["a"]', b'"[\\"a\\"]"', b'"a"', b'"a', b'"a%"', b'"a_"', b'"A"'),
@@ -102,6 +102,8 @@ class StoreSuite(ABC):
     """Whether records outlive the process."""
     takes_over: ClassVar[bool] = False
     """Whether opening a job that has a living owner displaces that owner; otherwise it is refused."""
+    shared: ClassVar[bool] = False
+    """Whether several workers may run one job together."""
     largest_body: ClassVar[int] = 20_000_000
     """Bytes that the body of one record may have."""
 
@@ -114,10 +116,10 @@ class StoreSuite(ABC):
         """Make the present owner of *job* lose it as it would to a new owner, but do not tell it."""
 
     @asynccontextmanager
-    async def opened(self, place: Path, job: str = "job") -> AsyncIterator[TaskActionStore]:
+    async def opened(self, place: Path, job: str = "job", worker: Worker = ALONE) -> AsyncIterator[TaskActionStore]:
         """A store that is open within the ``async with`` statement."""
         store = self.make(place)
-        await store.open(job, "the conformance suite")
+        await store.open(job, "the conformance suite", worker)
         try:
             yield store
         finally:
@@ -127,7 +129,8 @@ class StoreSuite(ABC):
 
     @in_loop
     async def test_capabilities_are_declared_alike(self, tmp_path: Path) -> None:
-        assert self.make(tmp_path).persistent is self.persistent
+        store = self.make(tmp_path)
+        assert (store.persistent, store.shared) == (self.persistent, self.shared)
 
     @in_loop
     async def test_a_new_job_has_nothing(self, tmp_path: Path) -> None:
@@ -448,6 +451,77 @@ class StoreSuite(ABC):
             assert await store.claim(b"2") == []
             assert await store.keys() == [b"1"]
             assert store.pruned_through == 0
+
+    @in_loop
+    async def test_workers_share_a_job_or_are_refused(self, tmp_path: Path) -> None:
+        if not self.shared:
+            with pytest.raises(StoreError, match="worker 1 of 2"):
+                await self.make(tmp_path).open("job", "one of two", Worker(1, 2))
+            return
+        put = [step(b"%d" % index, "m", result=index) for index in range(2)]
+        async with self.opened(tmp_path, "job", Worker(0, 2)) as a, self.opened(tmp_path, "job", Worker(1, 2)) as b:
+            assert a.identity == b.identity
+            await asyncio.gather(a.put(put[:1]), b.put(put[1:]))
+            assert sorted(await a.keys()) == [b"0", b"1"]
+            await asyncio.gather(a.prune(Covered(2, [(b"0", "m")])), b.prune(Covered(1, [])))
+            await b.put([step(b"1", "n")])
+        async with self.opened(tmp_path) as store:
+            assert await store.keys() == [b"1"]
+            assert len(await store.claim(b"1")) == 2
+            assert store.pruned_through == 2
+
+    @in_loop
+    async def test_a_worker_takes_over_from_its_predecessor_alone(self, tmp_path: Path) -> None:
+        if not self.shared:
+            return
+        a, b, again = (self.make(tmp_path) for _ in range(3))
+        await a.open("job", "the first", Worker(0, 2))
+        await b.open("job", "the other", Worker(1, 2))
+        if not self.takes_over:
+            with pytest.raises(OwnershipError, match="the first"):
+                await again.open("job", "another", Worker(0, 2))
+            await a.close()
+        await again.open("job", "another", Worker(0, 2))
+        if self.takes_over:
+            await self._check_that_nothing_can_be_written(a)
+        await b.put([step(b"1", "m")])
+        await again.put([step(b"2", "m")])
+        for store in (a, b, again):
+            await store.close()
+
+    @in_loop
+    async def test_another_number_of_workers_takes_over_from_all(self, tmp_path: Path) -> None:
+        if not self.shared:
+            return
+        before = [self.make(tmp_path) for _ in range(2)]
+        for index, store in enumerate(before):
+            await store.open("job", f"worker {index} of 2", Worker(index, 2))
+            await store.put([step(b"%d" % index, "m")])
+        after = self.make(tmp_path)
+        if not self.takes_over:
+            for store in before:
+                with pytest.raises(OwnershipError, match="of 2"):
+                    await after.open("job", "worker 0 of 3", Worker(0, 3))
+                await store.close()
+        await after.open("job", "worker 0 of 3", Worker(0, 3))
+        if self.takes_over:
+            for store in before:
+                await self._check_that_nothing_can_be_written(store)
+        assert [len(await after.claim(b"%d" % index)) for index in range(2)] == [1, 1]
+        for store in (*before, after):
+            await store.close()
+
+    async def _check_that_nothing_can_be_written(self, store: TaskActionStore) -> None:
+        with pytest.raises(FencedError):
+            await store.put([step(b"1", "late")])
+        with pytest.raises(FencedError):
+            await store.prune(Covered(9, []))
+
+    @in_loop
+    async def test_there_is_no_worker_beyond_their_number(self, tmp_path: Path) -> None:
+        for index, of in ((1, 1), (-1, 1), (0, 0), (2, 2)):
+            with pytest.raises(StoreError, match=f"worker {index} of {of}"):
+                await self.make(tmp_path).open("job", "nobody", Worker(index, of))
 
     # --- decisions, and looking in from outside ---
 
