@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Place:
     """One action task in its environment. *header* is what its first record says of it, None if that is recorded."""
 
-    __slots__ = ("_action", "_header", "environment", "identity", "message", "written")
+    __slots__ = ("_header", "action", "environment", "identity", "message", "written")
 
     def __init__(
         self, environment: Environment, message: Message, identity: str, action: str, header: dict[str, Any] | None
@@ -23,14 +23,14 @@ class Place:
         self.environment = environment
         self.message = message
         self.identity = identity
-        self._action = action
+        self.action = action
         self._header = header
         self.written = False
         """Whether this process recorded something of the action task."""
 
     def __str__(self) -> str:
         message = self.message
-        return f"job {self.environment.job!r}, key {message.key!r}, message {message.id!r}, action {self._action!r}"
+        return f"job {self.environment.job!r}, key {message.key!r}, message {message.id!r}, action {self.action!r}"
 
     def append(self, body: dict[str, Any]) -> None:
         """Record *body*, with the header if it is the first of the action task."""
