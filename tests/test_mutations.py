@@ -462,7 +462,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a job has one owner, in memory",
-        [Change("stores/memory.py", "if job.epoch != self._epoch:", "if False:")],
+        [Change("stores/memory.py", "if not self._owns(job):", "if False:")],
         {
             "tests/test_store_conformance.py::TestMemoryStore::test_a_former_owner_can_do_nothing": FENCED,
             "tests/test_faults.py::test_the_loser_stops_with_a_clear_error": "DID NOT RAISE .*FencedError",
