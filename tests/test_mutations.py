@@ -498,7 +498,7 @@ MUTATIONS = [
         ],
         on_both(
             "test_conformance.py::test_a_message_is_finished_only_when_its_record_is_durable",
-            r"^AssertionError: assert \[\(\['a'\], \{\}\)\] == \[\(\[\], \{\}\)\]",
+            r"^AssertionError: assert \[\(\['a'\], .*\)\] == \[\(\[\], \{\}\)\]",  # perhaps in a checkpoint, too
         ),
     ),
     Mutation(
