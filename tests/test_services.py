@@ -152,10 +152,13 @@ import time
 import psycopg
 import pytest
 
+from tests.services.fixtures import RUN
+
 
 @pytest.mark.parametrize("n", range(2))
-def test_shares(n, postgres_server):
+def test_shares(n, postgres_server, request):
     folder = pathlib.Path(FOLDER)
+    folder.joinpath("run").write_text(str(request.config.stash[RUN].folder))
     folder.joinpath(f"{n}.url").write_text(postgres_server.url)
     # Neither ends before the other has come, so both workers have one of the two.
     while len(list(folder.glob("*.url"))) < 2:
@@ -209,11 +212,14 @@ def test_two_workers_share_one_server_which_ends_with_the_run(tmp_path: Path) ->
 def test_a_shared_server_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     with sharing_run(tmp_path, killed=True) as run:
         folder = data_folder(tmp_path).parent
+        run_folder = Path((tmp_path / "run").read_text())
         assert folder.is_dir()
+        assert run_folder.is_dir()
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
         try:
             assert gone(folder)
+            assert gone(run_folder)
         finally:
             os.killpg(run.pid, signal.SIGKILL)
 

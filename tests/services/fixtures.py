@@ -74,7 +74,7 @@ class Run:
         owner = os.open(self.folder / "owner", os.O_RDONLY | os.O_NONBLOCK)
         try:
             os.set_blocking(owner, True)
-            server = kind().launch(owner)
+            server = kind().launch(owner, self.folder)
         finally:
             os.close(owner)
         address.with_suffix(".folder").write_text(str(server.folder))

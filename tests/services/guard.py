@@ -1,11 +1,12 @@
 """A process between the owner of a server and the server; it ends both the server and the data when the owner is gone.
 
-    python guard.py '{"command": [...], "folder": "...", "user": null, "stop": 2, "dies_with_guard": 3, "alone": true}'
+    python guard.py '{"command": [...], "folder": "...", "user": null, "stop": 2, "dies_with_guard": 3, "run": null}'
 
 The owner holds the other end of the guard's standard input: however the owner ends, SIGKILL included, the guard reads
 the end of the file there, stops the server and removes its folder. The server in turn dies with the guard.
 Lines read are commands, and each is answered with one line; the first answer, to no command, says that it started.
-Where several guards share an owner ("alone": false) nobody sends commands, and a guard ends when its server does.
+Where several guards share an owner, "run" is the folder that they share as well and that goes with the owner; nobody
+sends commands then, and a guard ends when its server does.
 
 This file is run as a script: it needs nothing but the standard library.
 """
@@ -32,10 +33,10 @@ class Guarded:
     """The server of one guard, which may run, or have been stopped, or have died."""
 
     def __init__(
-        self, command: list[str], folder: str, user: int | None, stop: int, dies_with_guard: int, alone: bool
+        self, command: list[str], folder: str, user: int | None, stop: int, dies_with_guard: int, run: str | None
     ) -> None:
         self.command, self.folder, self.user = command, Path(folder), user
-        self.stop_signal, self.dies_with_guard, self.alone = stop, dies_with_guard, alone
+        self.stop_signal, self.dies_with_guard, self.run = stop, dies_with_guard, run
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
@@ -97,13 +98,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    if not server.alone:
+    if server.run:
         signal.signal(signal.SIGCHLD, lambda *_: sys.exit())
     commands = {"start": server.start, "stop": server.stop, "kill": server.kill, "alive": server.alive}
     try:
         answer(server.start())
         for line in lines():
             answer(commands[line]())
+        if server.run:
+            shutil.rmtree(server.run, ignore_errors=True)
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.stop()

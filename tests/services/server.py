@@ -62,11 +62,12 @@ class Server(ABC):
         server._wait_until_ready(10.0)
         return server
 
-    def launch(self, owner: int | None = None) -> Self:
+    def launch(self, owner: int | None = None, run: Path | None = None) -> Self:
         """Starts it with new data on ports that are free, and returns when it takes connections.
 
         Args:
             owner: a descriptor whose other end the owner of the server holds; `None` when that is this process.
+            run: with `owner`, the folder that the owner shares with those who use its servers.
 
         Raises:
             ServerFailed: it did not start; the error shows the end of its log.
@@ -74,7 +75,7 @@ class Server(ABC):
         for remaining in reversed(range(PORT_TRIES)):
             self.folder = Path(tempfile.mkdtemp(prefix=f"dalsegno-{self.kind}-"))
             try:
-                self._begin(owner)
+                self._begin(owner, run)
                 return self
             except ServerFailed:
                 self.close()
@@ -86,14 +87,14 @@ class Server(ABC):
                 raise
         raise AssertionError("unreachable")
 
-    def _begin(self, owner: int | None) -> None:
+    def _begin(self, owner: int | None, run: Path | None) -> None:
         spec = {
             "command": self._prepare(),
             "folder": str(self.folder),
             "user": self._user(),
             "stop": self.stop_signal,
             "dies_with_guard": self.dies_with_guard,
-            "alone": owner is None,
+            "run": str(run) if run else None,
         }
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(GUARD), json.dumps(spec)],
