@@ -20,7 +20,7 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import (
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     ConfigResource,
     NewTopic,
@@ -35,6 +35,9 @@ logger = logging.getLogger("dalsegno.kafka")
 client_logger = logging.getLogger("dalsegno.kafka.client")
 
 _T = TypeVar("_T")
+
+_EARLIEST: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+_LATEST: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 
 _FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
 _REFUSED = (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._SSL)
@@ -80,8 +83,21 @@ def errors(where: object, doing: str) -> Iterator[None]:
     """Turn errors of the client library into those of this one."""
     try:
         yield
-    except KafkaException as error:
-        raise explained(where, doing, error.args[0]) from error
+    except ERRORS as error:
+        raise explained(where, doing, reason_of(error)) from error
+
+
+ERRORS = (KafkaException, SystemError)
+"""What the client library raises; a `SystemError` when an error comes up within a callback."""
+
+
+def reason_of(error: KafkaException | SystemError) -> KafkaError:
+    """The client library's error in what it raised."""
+    found = error if isinstance(error, KafkaException) else error.__cause__
+    if not isinstance(found, KafkaException):
+        raise error
+    reason: KafkaError = found.args[0]
+    return reason
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,8 @@ class Cluster:
         self._refused: KafkaError | None = None
         with errors(settings, "make a client with these settings"):
             self._admin = AdminClient(
-                {**settings.common(), "error_cb": self.trouble, "log_level": 4}, logger=client_logger
+                {**settings.common(), "error_cb": self.trouble, "log_level": 4},  # type: ignore[dict-item]
+                logger=client_logger,
             )
 
     def trouble(self, error: KafkaError) -> None:
@@ -195,12 +212,12 @@ class Cluster:
 
     def starts(self, topic: str, partitions: list[int]) -> dict[int, int]:
         """The offset at which the log of each partition begins."""
-        return self._offsets(topic, partitions, OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
+        return self._offsets(topic, partitions, _EARLIEST, IsolationLevel.READ_UNCOMMITTED)
 
     def ends(self, topic: str, partitions: list[int], *, stable: bool = False) -> dict[int, int]:
         """The offset that follows the last message of each partition, or the last one that is decided (*stable*)."""
         isolation = IsolationLevel.READ_COMMITTED if stable else IsolationLevel.READ_UNCOMMITTED
-        return self._offsets(topic, partitions, OffsetSpec.latest(), isolation)
+        return self._offsets(topic, partitions, _LATEST, isolation)
 
     def _offsets(
         self, topic: str, partitions: list[int], spec: OffsetSpec, isolation: IsolationLevel
@@ -317,15 +334,15 @@ def _risks(config: Mapping[str, str], replicas: int, insync: int) -> Iterator[st
         if int(config.get(name, "-1")) >= 0:
             yield (
                 f"{name}={config[name]}: the broker keeps {config[name]} {unit} only; what is recorded since the last"
-                " checkpoint and of parked messages is lost when it is older. Set it to -1; the store deletes what is no"
-                " longer needed"
+                " checkpoint and of parked messages is lost when it is older. Set it to -1; the store deletes what is"
+                " no longer needed"
             )
     if replicas < 2:
         yield "it has one replica: what is recorded is lost with the disk of one broker"
     elif insync < 2:
         yield (
-            f"min.insync.replicas=1 with {replicas} replicas: what one broker alone has taken counts as recorded, and is"
-            " lost with it. Set it to 2"
+            f"min.insync.replicas=1 with {replicas} replicas: what one broker alone has taken counts as recorded, and"
+            " is lost with it. Set it to 2"
         )
     if config.get("unclean.leader.election.enable", "false") == "true":
         yield "unclean.leader.election.enable=true: records are lost when a replica that lags behind becomes the leader"

@@ -34,7 +34,7 @@ class JobState:
     job: str = ""
     identity: str = ""
     partitions: int = 0
-    """Partitions with records. They are numbered from 1; those that were added to the topic later are not among them."""
+    """Partitions with records, numbered from 1. Those that were added to the topic later are not among them."""
     epoch: int = 0
     """How often the job was opened."""
     writers: dict[Worker, int] = field(default_factory=dict)
@@ -126,8 +126,13 @@ class ControlLog:
 def opened(job: str, owner: str, worker: Worker, by: str, partitions: int, identity: str, **me: Any) -> Event:
     return {
         **me,
-        **{"event": "opened", "job": _written(job), "owner": _written(owner), "worker": [worker.index, worker.of]},
-        **{"by": by, "partitions": partitions, "identity": identity},
+        "event": "opened",
+        "job": _written(job),
+        "owner": _written(owner),
+        "worker": [worker.index, worker.of],
+        "by": by,
+        "partitions": partitions,
+        "identity": identity,
     }
 
 
@@ -142,7 +147,11 @@ def pruned(through: int, marks: Mapping[int, int], dropped: list[int], order: in
 def decided(decision: Decision, by: str) -> Event:
     key, message, target, body = decision
     return {
-        **{"event": "decided", "by": by, "key": _b64(key), "message": _written(message), "target": _written(target)},
+        "event": "decided",
+        "by": by,
+        "key": _b64(key),
+        "message": _written(message),
+        "target": _written(target),
         "body": _b64(body),
     }
 
@@ -150,9 +159,14 @@ def decided(decision: Decision, by: str) -> Event:
 def snapshot(log: ControlLog) -> Event:
     state = log.state
     kept = {
-        **{"job": _written(state.job), "identity": state.identity, "partitions": state.partitions},
-        **{"epoch": state.epoch, "last": state.last | {"owner": _written(state.last["owner"])}},
-        **{"pruned_through": state.pruned_through, "marks": [*state.marks.items()], "order": state.order},
+        "job": _written(state.job),
+        "identity": state.identity,
+        "partitions": state.partitions,
+        "epoch": state.epoch,
+        "last": state.last | {"owner": _written(state.last["owner"])},
+        "pruned_through": state.pruned_through,
+        "marks": [*state.marks.items()],
+        "order": state.order,
         "writers": [[worker.index, worker.of, epoch] for worker, epoch in state.writers.items()],
         "decisions": [[number, decided(decision, by)] for number, by, decision in state.decisions.values()],
     }

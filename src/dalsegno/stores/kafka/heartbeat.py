@@ -1,8 +1,8 @@
 """Shows outsiders that the owner of a job is alive.
 
 It commits an offset for a consumer group that nobody is a member of: that is a small value that the brokers keep by a
-name, replace, and forget by themselves, and no log grows. Nothing rests on it: who may write is for the brokers alone to
-say.
+name, replace, and forget by themselves, and no log grows. Nothing rests on it: who may write is for the brokers alone
+to say.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import IO
@@ -13,7 +12,7 @@ from dalsegno.core.records import Record
 from dalsegno.errors import StoreError
 from dalsegno.stores.base import Decision, JobInfo, StoreInspector, not_recorded, unknown_job
 from dalsegno.stores.kafka import control
-from dalsegno.stores.kafka.cluster import Cluster
+from dalsegno.stores.kafka.cluster import Cluster, topic_of
 from dalsegno.stores.kafka.frames import CONTROL, Placed, decode_records, encode_records, pieces
 from dalsegno.stores.kafka.heartbeat import is_alive
 from dalsegno.stores.kafka.log import JobLog
@@ -122,8 +121,6 @@ class KafkaInspector(StoreInspector):
         return offsets[-1] + 1
 
     def _log(self, job: str) -> JobLog:
-        from dalsegno.stores.kafka.cluster import topic_of
-
         topic = topic_of(self.settings.prefix, job)
         topics = self._cluster.topics()
         if topic in topics:
@@ -190,9 +187,6 @@ class _SpoolingView(PartitionView):
             where = b"%d %d" % (self._file.tell(), len(written))
             self._file.write(written)
             super()._insert(offset, Placed(placed.order, placed.record._replace(body=where)))
-
-    def every(self) -> Iterator[Placed]:
-        return (each for messages in self.keys.values() for recorded in messages.values() for each in recorded.records)
 
 
 def _where(body: bytes) -> tuple[int, int]:

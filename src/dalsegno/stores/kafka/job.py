@@ -221,7 +221,7 @@ class OwnedJob:
         self.log.load([self.log.partition(key)])
         return self._states(key, None, open_body)
 
-    def list(self, key: bytes, task: str | None, open_body: OpenBody | None) -> list[TaskActionState]:
+    def states(self, key: bytes, task: str | None, open_body: OpenBody | None) -> list[TaskActionState]:
         self._see([self.log.partition(key)])
         return self._states(key, task, open_body)
 

@@ -38,9 +38,9 @@ class JobLog:
         return self.control.state
 
     @property
-    def bytes(self) -> int:
-        """What was read so far."""
-        return self._reader.bytes
+    def bytes_read(self) -> int:
+        """Bytes of values that were read so far."""
+        return self._reader.bytes_read
 
     def begin(self, epoch: int = -1) -> None:
         """Make the views of the partitions that are known by now, for the worker of *epoch*."""

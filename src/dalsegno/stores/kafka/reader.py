@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from dalsegno.errors import StoreError
 from dalsegno.stores.kafka.cluster import Cluster, client_logger, errors, explained
@@ -28,7 +28,7 @@ class LogReader:
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self.settings, self._cluster = settings, cluster
-        self.bytes = 0
+        self.bytes_read = 0
         """What was read, in bytes of values."""
         with errors(settings, "make a consumer with these settings"):
             self._consumer = Consumer(
@@ -56,9 +56,7 @@ class LogReader:
         patience = self.settings.timeout + self.settings.transaction_timeout
         moved = time.monotonic()
         while any(position[partition] < end for partition, end in wanted.items()):
-            with errors(self.settings, doing):
-                messages = self._consumer.consume(1000, 0.1)
-            for message in messages:
+            for message in self._next(doing):
                 partition, offset = message.partition(), message.offset()
                 error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
@@ -70,12 +68,18 @@ class LogReader:
                     moved = time.monotonic()
                 if error is None and offset < wanted[partition]:
                     value = message.value()
-                    self.bytes += len(value or b"")
+                    self.bytes_read += len(value or b"")
                     take(partition, offset, value)
                 position[partition] = max(position[partition], offset + (error is None))
             self._cluster.check(doing)
             if time.monotonic() - moved > patience:
                 raise self._stuck(topic, wanted, position, patience)
+
+    def _next(self, doing: str) -> list[Message]:
+        """What is there by now; `consume` alone would wait for a full list."""
+        with errors(self.settings, doing):
+            message = self._consumer.poll(0.1)
+            return [] if message is None else [message, *self._consumer.consume(1000, 0)]
 
     def _fault(self, doing: str, error: KafkaError, partition: int | None) -> None:
         if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE) and partition is not None:

@@ -18,9 +18,24 @@ _NUMBERS = {"partitions": (1, 1000), "replication": (1, 100), "timeout": (1, 360
 _OPTIONS = (*_NUMBERS, "unreadable", "settings")
 
 _OURS = frozenset(
-    "bootstrap.servers metadata.broker.list acks request.required.acks enable.idempotence transactional.id group.id"
-    " isolation.level enable.auto.commit auto.commit.enable enable.auto.offset.store auto.offset.reset"
-    " enable.partition.eof partitioner message.max.bytes transaction.timeout.ms".split()
+    {
+        "bootstrap.servers",
+        "metadata.broker.list",
+        "acks",
+        "request.required.acks",
+        "enable.idempotence",
+        "transactional.id",
+        "group.id",
+        "isolation.level",
+        "enable.auto.commit",
+        "auto.commit.enable",
+        "enable.auto.offset.store",
+        "auto.offset.reset",
+        "enable.partition.eof",
+        "partitioner",
+        "message.max.bytes",
+        "transaction.timeout.ms",
+    }
 )
 """Settings that the promises of the store rest on; nobody else may choose them."""
 
@@ -88,7 +103,7 @@ class Settings:
         return self.common() | mine | {name: v for name, v in self.client.items() if _OF_PRODUCERS.match(name)}
 
     def consumer(self) -> dict[str, str | int | float | bool]:
-        """Settings of a consumer that reads what is decided, from positions that it is given, and says where it ends."""
+        """Settings of a consumer that reads what is decided, from given positions, and says where it ends."""
         mine: dict[str, str | int | float | bool] = {
             "group.id": f"{self.prefix}.dalsegno",
             "isolation.level": "read_committed",

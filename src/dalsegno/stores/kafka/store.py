@@ -81,11 +81,11 @@ class KafkaStore(TaskActionStore):
 
     async def get(self, key: bytes, task: str) -> TaskActionState | None:
         job, _, reader = self._opened()
-        return next(iter(await _run(reader, job.list, key, task, self.open_body)), None)
+        return next(iter(await _run(reader, job.states, key, task, self.open_body)), None)
 
     async def list(self, key: bytes) -> builtins.list[TaskActionState]:
         job, _, reader = self._opened()
-        return await _run(reader, job.list, key, None, self.open_body)
+        return await _run(reader, job.states, key, None, self.open_body)
 
     async def prune(self, covered: Covered) -> PruneReport:
         removed = 0

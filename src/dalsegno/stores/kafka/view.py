@@ -43,8 +43,8 @@ class PartitionView:
     """The messages of one partition that no checkpoint covers, as of *position*.
 
     *epoch* is that of the one who looks. What he writes himself he adds with `add`, so that he need not read it again;
-    if he does, it is not added twice. Without *bodies* it is only known of which messages something is recorded, and the
-    place of the first record of each. Threads hold *lock* while they change or go through a view.
+    if he does, it is not added twice. Without *bodies* it is only known of which messages something is recorded, and
+    the place of the first record of each. Threads hold *lock* while they change or go through a view.
     """
 
     def __init__(self, where: str, epoch: int = -1, *, skip: bool = False, bodies: bool = True) -> None:
@@ -165,6 +165,9 @@ class PartitionView:
             recorded = self.keys.get(key, {}).get(message)
             if recorded is not None:
                 yield from recorded.records
+
+    def every(self) -> Iterator[Placed]:
+        return (each for messages in self.keys.values() for recorded in messages.values() for each in recorded.records)
 
     def firsts(self) -> Iterator[tuple[int, Message]]:
         """The messages, each with the place of its first record."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, Message, Producer
 
 from dalsegno.errors import FencedError, StoreError
-from dalsegno.stores.kafka.cluster import Cluster, client_logger, errors, explained
+from dalsegno.stores.kafka.cluster import ERRORS, Cluster, client_logger, errors, explained, reason_of
 from dalsegno.stores.kafka.settings import Settings
 
 OVERHEAD = 1024
@@ -66,10 +66,11 @@ class Writer:
             try:
                 self._producer.init_transactions(max(deadline - time.monotonic(), 0.1))
                 return
-            except KafkaException as error:
+            except ERRORS as error:
                 self._cluster.check("take over the job")
-                if not error.args[0].retriable() or time.monotonic() > deadline:
-                    raise explained(self.settings, "take over the job", error.args[0]) from error
+                reason = reason_of(error)
+                if not reason.retriable() or time.monotonic() > deadline:
+                    raise explained(self.settings, "take over the job", reason) from error
 
     def write(self, topic: str, frames: Sequence[Frame]) -> list[int]:
         """Write *frames* in one transaction; their offsets.
@@ -104,8 +105,8 @@ class Writer:
             for number, (partition, value) in enumerate(frames):
                 self._produce(topic, partition, value, functools.partial(_report, reports, failed, number))
             self._producer.flush(self.settings.transaction_timeout)
-        except KafkaException as error:
-            self._abort(error.args[0])
+        except ERRORS as error:
+            self._abort(reason_of(error))
         if failed:
             self._abort(failed[0])
         offsets = [report.offset() for report in reports if report is not None]
@@ -130,8 +131,8 @@ class Writer:
             try:
                 self._producer.commit_transaction(max(deadline - time.monotonic(), 0.1))
                 return
-            except KafkaException as caught:
-                error: KafkaError = caught.args[0]
+            except ERRORS as caught:
+                error = reason_of(caught)
                 if error.txn_requires_abort():
                     self._abort(error)
                 failure = explained(self.settings, "commit what was recorded", error)
@@ -148,8 +149,8 @@ class Writer:
             raise failure
         try:
             self._producer.abort_transaction(self.settings.timeout)
-        except KafkaException as worse:
-            found = explained(self.settings, "abort what could not be recorded", worse.args[0])
+        except ERRORS as worse:
+            found = explained(self.settings, "abort what could not be recorded", reason_of(worse))
             raise (found if isinstance(found, FencedError) else failure) from worse
         if error.code() in _OF_NO_USE:
             raise failure
@@ -157,7 +158,7 @@ class Writer:
 
     def close(self) -> None:
         # What is left in its queues belongs to no transaction that will ever be committed.
-        with suppress(KafkaException):
+        with suppress(*ERRORS):
             self._producer.purge()
             self._producer.flush(0.1)
 
