@@ -20,22 +20,24 @@ def topics(kafka: Kafka, prefix: str) -> list[str]:
 
 
 def delete_topics(kafka: Kafka, prefix: str) -> None:
-    found = topics(kafka, prefix)
-    for future in admin(kafka).delete_topics(found).values() if found else ():
+    client, found = admin(kafka), topics(kafka, prefix)
+    for future in client.delete_topics(found).values() if found else ():
         future.result(30)
 
 
 def create_topic(kafka: Kafka, name: str, partitions: int, config: Mapping[str, str] | None = None) -> None:
-    admin(kafka).create_topics([NewTopic(name, partitions, 1, config=dict(config or {}))])[name].result(30)
+    client = admin(kafka)
+    client.create_topics([NewTopic(name, partitions, 1, config=dict(config or {}))])[name].result(30)
 
 
 def add_partitions(kafka: Kafka, topic: str, total: int) -> None:
-    admin(kafka).create_partitions([NewPartitions(topic, total)])[topic].result(30)
+    client = admin(kafka)
+    client.create_partitions([NewPartitions(topic, total)])[topic].result(30)
 
 
 def delete_records(kafka: Kafka, topic: str, partition: int, before: int) -> None:
-    where = TopicPartition(topic, partition, before)
-    admin(kafka).delete_records([where])[where].result(30)
+    client, where = admin(kafka), TopicPartition(topic, partition, before)
+    client.delete_records([where])[where].result(30)
 
 
 def write_foreign(kafka: Kafka, topic: str, partition: int, value: bytes | None) -> None:

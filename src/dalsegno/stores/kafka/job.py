@@ -79,12 +79,10 @@ class OwnedJob:
         """Write down that the job was opened, and see to it that workers of another number write no more."""
         state = self.log.refresh()
         self._order = max(time.time_ns(), state.order)
-        by = uuid4().hex
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "order": self._next_order()}
-        since = datetime.now().astimezone().isoformat(timespec="seconds")
-        event = control.opened(self.job, owner, self.worker, by, topic.partitions - 1, uuid4().hex, **me, since=since)
-        self._write([(0, CONTROL, control.dump(event))], epoch=0)
-        state = self.log.refresh(at_least=self._last[0] + 1)
+        by = self._write_opening(topic, owner)
+        while by not in self.log.control.openings:
+            # Another worker took a snapshot in this moment, and what was before it is gone.
+            by = self._write_opening(topic, owner)
         epoch, writers = self.log.control.openings[by]
         self._check(topic)
         others = {other: when for other, when in writers.items() if other.of != self.worker.of}
@@ -95,6 +93,16 @@ class OwnedJob:
         if others:
             self._write([(0, CONTROL, control.dump(control.fenced(others)))])
         return epoch
+
+    def _write_opening(self, topic: Topic, owner: str) -> str:
+        """Write that the job was opened, and read it; the random name by which it can be found."""
+        by = uuid4().hex
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "order": self._next_order()}
+        event = control.opened(self.job, owner, self.worker, by, topic.partitions - 1, uuid4().hex, **me)
+        self._write([(0, CONTROL, control.dump(event))], epoch=0)
+        self.log.refresh(at_least=self._last[0] + 1)
+        return by
 
     def _check(self, topic: Topic) -> None:
         state = self.log.state
