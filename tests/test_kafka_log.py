@@ -374,4 +374,3 @@ async def test_looking_makes_no_topic(place: Place) -> None:
         place.store().inspect()
 
     assert topics(place.kafka, place.prefix) == []
-    assert Worker(0, 1) == ALONE
