@@ -153,7 +153,7 @@ class KafkaSink(Sink):
                 f"the last run of job {self._job!r} was killed, and whether its last {outputs:,} outputs were written "
                 f"to {topic!r} of {self.describe()} can no longer be found out: the offset of group "
                 f"'dalsegno-{self._job}', which tells, was to be {self._batch - 1:,} or {self._batch:,} and is "
-                f"{found}; Kafka drops it some days after it was last set (offsets.retention.minutes), or with the topic. "
+                f"{found}; Kafka drops it days after it was last set (offsets.retention.minutes), or with the topic. "
                 "Look into the topic for their header dalsegno-output-id, then use on_lost_marker=repeat, or drop, once"
             )
         return self._batch if self._on_lost_marker == "drop" else self._batch - 1
