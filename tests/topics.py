@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from dalsegno import Agent, InputEvent, LocalRunner, OutputEvent, RunnerContext, RunReport, action
+from dalsegno.runners.kafka_client import has_code
 from dalsegno.runners.kafka_sink import OUTPUT_ID, KafkaSink
 from dalsegno.runners.kafka_source import KafkaSource
 
@@ -38,7 +39,7 @@ class Record(NamedTuple):
 def put(servers: str, topic: str, records: Iterable[Any], *, partition: int | None = None) -> None:
     """Write records: values, or pairs of key and value; values that are no bytes become JSON."""
     producer = Producer({"bootstrap.servers": servers, "log_level": 0})
-    place = {} if partition is None else {"partition": partition}
+    place: Any = {} if partition is None else {"partition": partition}
     for record in records:
         key, value = record if isinstance(record, tuple) else (None, record)
         producer.produce(topic, value if isinstance(value, bytes | None) else json.dumps(value).encode(), key, **place)
@@ -80,11 +81,12 @@ def read(servers: str, topic: str, isolation: str = "read_committed") -> list[Re
             message = consumer.poll(MINUTE)
             assert message is not None, f"{topic} cannot be read"
             if message.error() is not None:
-                assert message.error().name() == "_PARTITION_EOF", message.error()
+                assert has_code(message.error(), "_PARTITION_EOF"), message.error()
                 ended += 1
                 continue
             headers: Any = message.headers() or []
-            found.append(Record(message.partition(), message.offset(), message.key(), message.value(), dict(headers)))
+            place: Any = message.partition(), message.offset()
+            found.append(Record(place[0], place[1], message.key(), message.value(), dict(headers)))
         return found
     finally:
         consumer.close()
