@@ -316,10 +316,13 @@ def test_a_missing_program_is_a_failure_that_says_what_to_do(monkeypatch: pytest
 
 def test_an_archive_with_another_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(programs, "_fetch", lambda *coordinates: Path(__file__))
+    wrong = tmp_path / "wrong"
+    wrong.write_text("something else")
+    monkeypatch.setattr(programs, "_fetch", lambda *coordinates: wrong)
     with pytest.raises(ServerFailed, match=r"org\.x:y:1 was fetched with the checksum"):
         programs._jar("0" * 64, "org.x:y:1")
     assert not list(tmp_path.rglob("*.jar"))
+    assert not wrong.exists(), "the next attempt fetches it again"
 
 
 def test_a_repository_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

