@@ -54,6 +54,8 @@ class Environment:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     pauses: Pauses = field(default_factory=Pauses)
     late: LateCalls = field(default_factory=LateCalls)
+    check_output: Callable[[Any, str], None] | None = None
+    """Raises `DalSegnoError` for an output, with its id, that can never leave."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 
