@@ -92,7 +92,7 @@ class Plain(Agent):
 
 async def unsteady(items: list[str]) -> list[str]:
     """Fails now and then, and changes what it is given."""
-    if random.random() < 0.4:
+    if random.random() < 0.3:
         raise ConnectionError("the provider is down")
     items.append("changed")
     return items
@@ -168,6 +168,7 @@ class CountsInItself(Agent):
 
     @action(InputEvent)
     async def count(self, event: InputEvent, ctx: RunnerContext) -> None:
+        await ctx.durable_execute(ask, "how many", effect="read")
         self.seen += 1
         ctx.send_event(OutputEvent(output=self.seen))
 
@@ -175,8 +176,8 @@ class CountsInItself(Agent):
 MISTAKES: dict[str, tuple[Callable[[], Agent], str]] = {
     "an effect outside of a durable call": (ActsBesideTheRecord, r"charge.* outside of a durable call"),
     "a file written outside of a durable call": (lambda: WritesAFile("/dev/null"), r"open.* outside of a durable call"),
-    "a read that acts": (CallsAWriteRead, r"charge has effect 'read' and does charge"),
-    "arguments that are not recorded": (GuessesArguments, r"\[P7\].*arguments"),
+    "a read that acts": (CallsAWriteRead, r"charge of .* has effect 'read' and does charge"),
+    "arguments that are not recorded": (GuessesArguments, r"\[P7\].*no longer fits the record.*not recorded"),
     "a result that cannot be recorded": (ReturnsWhatCannotBeRecorded, r"opened.*cannot be recorded"),
     "a reconcile that does not look": (ReconcilesBlindly, r"reconcile of .*charge.* said DidNotHappen"),
     "state that is kept in the process": (CountsInItself, r"\[P3\] the output .* is"),

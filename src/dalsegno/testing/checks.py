@@ -17,11 +17,11 @@ def check(lives: Lives, ended: Ended, folder: Path) -> None:
     """Blame what is wrong with a history whose last life has *ended*, on its world."""
     world = lives.world
     if ended.error is not None:
-        _blame_error(world, ended.error)
+        _blame_error(world, ended.error, "the last run" if len(world.lives) > 1 else "the run")
         return
     calm, reference = replayed(lives.job, world, folder)
     if calm.error is not None:
-        world.blame("P3", f"replaying all recorded answers without a crash fails: {_said(calm.error)}")
+        _blame_error(world, calm.error, "a replay of all recorded answers, without a crash")
         return
     _check_outputs(world, reference)
     _check_memories(world, ended, calm)
@@ -29,15 +29,15 @@ def check(lives: Lives, ended: Ended, folder: Path) -> None:
     _check_left(lives, ended)
 
 
-def _blame_error(world: World, error: BaseException) -> None:
+def _blame_error(world: World, error: BaseException, run: str) -> None:
     if isinstance(error, DivergenceError):
         world.blame(
             "P7",
-            f"the restart found that code or input no longer fits the record: {error}\nIf nothing else is wrong, the "
-            "action's calls depend on what is not recorded: time, random numbers, the order of a set, the environment",
+            f"{run} found that the code no longer fits the record: {error}\n  If nothing else is wrong, the calls of "
+            "the action depend on what is not recorded: time, random numbers, the order of a set, the environment",
         )
     else:
-        world.blame("recovery", f"the restart failed: {_said(error)}")
+        world.blame("P3", f"{run} failed: {_said(error)}")
 
 
 def _said(error: BaseException) -> str:

@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from dalsegno.agent import Agent
 from dalsegno.errors import ActionError, DefinitionError
 from dalsegno.testing.checks import check
 from dalsegno.testing.lives import Ended, Job, Lives, MakeStore
 from dalsegno.testing.outside import Outside
-from dalsegno.testing.report import Case, CrashReport, CrashTestFailed, Failure, parse_case
+from dalsegno.testing.report import Case, CrashReport, CrashTestFailed, Failure, name_of, parse_case
 from dalsegno.testing.world import Boundary, Strike, World
 
 OnCase = Callable[[CrashReport, int], None]
 
-_RESTARTS = 10
+_RESTARTS = 50
 """How often a job is started again whose agent raises, before that counts as its end."""
 
 
@@ -91,7 +92,6 @@ class _Campaign:
         self._on_case = on_case
         self._report = CrashReport(seed=job.seed)
         self._planned = 1
-        self._histories = 0
         self._zombies = False
 
     def run(self, case: Case | None) -> CrashReport:
@@ -108,6 +108,7 @@ class _Campaign:
         singles = [*self._strikes(lives[0])]
         self._planned = 1 + len(singles) + self._pairs
         if not self._report.passed:
+            self._shorten()
             return
         second: list[Case] = []
         for strike in singles:
@@ -144,11 +145,11 @@ class _Campaign:
 
     def _run_case(self, case: Case) -> list[Ended]:
         """One history: its lives."""
-        self._histories += 1
         with _folder() as folder:
             if self._job.outside is not None:
                 self._job.outside.reset()
-            world = World(folder, f"crash-{os.getpid()}-{id(self)}-{self._histories}")
+            name = f"crash-{uuid4().hex[:12]}"  # a new job in a store that other histories may share
+            world = World(folder, name, f"{self._job.seed} {name_of(case)}")
             lives = Lives(self._job, world)
             self._zombies = self._job.store == "memory://" or lives.store().shared
             ended = self._live_through(lives, case)

@@ -88,7 +88,7 @@ class Lives:
 
     def live(self, strike: Strike | None = None) -> Ended:
         """One life, to its crash or to its end."""
-        random.seed(f"{self.job.seed} {self.world.job} {len(self.world.lives)}")
+        random.seed(f"{self.world.seed} {len(self.world.lives)}")
         loop = VirtualLoop(self.world.clock)
         try:
             with _quiet(loop):

@@ -86,7 +86,10 @@ class WatchedStore(WrappingStore):
 
     async def prune(self, covered: Covered) -> PruneReport:
         with self._life.boundary("prune", f"of {len(covered.messages)} messages"), self._loop.while_busy():
-            return await super().prune(covered)
+            report = await super().prune(covered)
+        if self._life.displaced:
+            self._life.world.blame("P8", "a process that had lost its job could still prune")
+        return report
 
     async def close(self) -> None:
         with self._loop.while_busy():
@@ -158,6 +161,7 @@ class LifeWatch:
         state = call.state
         where = CallPlace(place.message.key_bytes, place.message.id, place.identity, state.number)
         about = f"the call {state.name} of message {place.message.id!r}, action {place.action!r}"
+        self._life.check_may_go_on(about)  # now: a thread may begin later with what was started before
         function = _within(calling, (about, state.effect), function, is_async)
 
         executed = functools.partial(self._executed, where, about, state)

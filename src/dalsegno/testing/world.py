@@ -100,6 +100,8 @@ class World:
 
     folder: Path
     job: str
+    seed: str = ""
+    """With the number of a life it seeds what is random in it."""
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     log: dict[tuple[bytes, str, str], list[Record]] = field(default_factory=dict)
     """All records that became durable, pruned ones too, by their action task."""
@@ -198,10 +200,8 @@ class Life:
             self.struck = here
         if hit is not None and hit.how == "before":
             self.die()
-        if self.write_failed and kind in ("call", "output"):
-            self.world.blame("P5", f"a write to the store had failed, and still there was a {kind} {what}")
-        if self.displaced:
-            self.world.blame("P8", f"a process that had lost its job still came to a {kind} {what}")
+        if kind == "output":
+            self.check_may_go_on(f"the output {what}")
         failure: Exception | None = None
         try:
             yield hit if hit is not None and hit.how not in ("before", "after") else None
@@ -213,6 +213,14 @@ class Life:
             self.die()
         if failure is not None:
             raise failure
+
+    def check_may_go_on(self, what: str) -> None:
+        """Blame a step that the world can tell and that comes although the process must not go on."""
+        self.check_alive()
+        if self.write_failed:
+            self.world.blame("P5", f"a write to the store had failed, and still there was {what}")
+        if self.displaced:
+            self.world.blame("P8", f"another process had taken over the job, and still there was {what}")
 
     def check_alive(self) -> None:
         if self.dead:
