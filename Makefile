@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check format bench clean
+.PHONY: help demo test test-fast services check format bench clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -24,6 +24,9 @@ test: $(VENV)/.installed-dev ## the whole suite
 
 test-fast: $(VENV)/.installed-dev ## the tests that need no other process, in under two minutes
 	@$(PYTEST) -q -n $(WORKERS) --dist worksteal -m "not slow"
+
+services: $(VENV)/.installed-dev ## a PostgreSQL and a Kafka for development, until Ctrl-C
+	@$(BIN)/python -m tests.services
 
 check: $(VENV)/.installed-dev ## format, lint, types, direction of imports, documentation
 	@$(BIN)/ruff format --check $(SOURCES)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers import STORES, Tools, World
 
+pytest_plugins = ["tests.services.fixtures"]
+
 
 @pytest.fixture(params=STORES)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:

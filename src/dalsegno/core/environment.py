@@ -56,6 +56,8 @@ class Environment:
     pauses: Pauses = field(default_factory=Pauses)
     late: LateCalls = field(default_factory=LateCalls)
     watch: Watch | None = None
+    check_output: Callable[[Any, str], None] | None = None
+    """Raises `DalSegnoError` for an output, with its id, that can never leave."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 

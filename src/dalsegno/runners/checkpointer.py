@@ -7,16 +7,20 @@ steps, is consistent, and a checkpoint never covers what a crash could take back
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox, KeyState
 from dalsegno.runners.report import RunReport
 from dalsegno.runners.sinks import Sink
+from dalsegno.runners.sources import Source
 from dalsegno.stores.base import Covered, TaskActionStore
+
+_T = TypeVar("_T")
 
 UNCOVERED = 1_000
 """This many messages that are finished, or bad records set aside, bring about a checkpoint before its time: what they
@@ -41,6 +45,7 @@ class Checkpointer:
         self,
         checkpoints: CheckpointFile,
         store: TaskActionStore,
+        source: Source,
         sink: Sink,
         identities: Identities,
         inbox: Inbox,
@@ -51,6 +56,7 @@ class Checkpointer:
     ) -> None:
         self._checkpoints = checkpoints
         self._store = store
+        self._source = source
         self._sink = sink
         self._identities = identities
         self._inbox = inbox
@@ -115,7 +121,7 @@ class Checkpointer:
         checkpoint, entries = self._snapshot()
         covered, self._covered = self._covered, []
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, checkpoint)
+            await self.in_thread(self._write, checkpoint)
         except BaseException:
             self.tainted = True
             raise
@@ -125,6 +131,8 @@ class Checkpointer:
         self._report.checkpoints += 1
         self._inbox.written(entries)
         self._inbox.evict(self._memory)
+        if checkpoint.position is not None:
+            await self._source.checkpointed(checkpoint.position)
         await self._store.prune(Covered(checkpoint.number, covered))
 
     def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
@@ -143,6 +151,17 @@ class Checkpointer:
         self._identities.fill(checkpoint, self._covered)
         return checkpoint, entries
 
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run *function* where checkpoints are written."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
     def _write(self, checkpoint: Checkpoint) -> None:
         self._sink.flush(checkpoint.sink)
         self._checkpoints.commit(checkpoint)
+        self.deliver(checkpoint.sink)
+
+    def deliver(self, state: dict[str, Any]) -> None:
+        """Pass on what the last completed checkpoint, which has this *state* of the sink, keeps for it."""
+        delivered = self._sink.deliver(state)
+        if delivered is not None:
+            self._checkpoints.set_sink(delivered)

@@ -37,7 +37,7 @@ from dalsegno.runners.closing import close_all
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox, KeyState
 from dalsegno.runners.intake import OnBadInput
-from dalsegno.runners.message_ids import MessageIds
+from dalsegno.runners.message_ids import KeyOf, MessageIds
 from dalsegno.runners.parking import Parking
 from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.reader import Reader
@@ -51,6 +51,8 @@ OnDivergence = Literal["strict", "rerun"]
 
 _BUFFERED_PER_SLOT = 16
 _MESSAGES_A_TURN = 4
+_DELIVER_SECONDS = 10.0
+"""How long a run that is stopped tries to deliver outputs; they are in the checkpoint if it cannot."""
 
 _late_calls: dict[str, LateCalls] = {}
 """By the identity of a job's store: what the runs of this process left in threads."""
@@ -70,7 +72,7 @@ class Pipeline:
         checkpoints: CheckpointFile,
         source: Source,
         sink: Sink,
-        key_of: Callable[[Any], Any],
+        key_of: KeyOf,
         ids: MessageIds,
         owner: str,
         max_in_flight: int,
@@ -92,6 +94,7 @@ class Pipeline:
         self._checkpoints = checkpoints
         self._source = source
         self._sink = sink
+        sink.belongs_to(job)
         self._owner = owner
         self._executor = Executor(agent, environment, park_failures=park_failures, max_attempts=max_attempts)
         self._max_attempts = max_attempts
@@ -121,10 +124,19 @@ class Pipeline:
             held=lambda key: self._inbox.is_held(key),
         )
         room = max_in_flight * _BUFFERED_PER_SLOT
-        self._inbox = inbox = Inbox(checkpoints, identities, report, room, self._start)
+        self._inbox = inbox = Inbox(checkpoints, identities, report, room, self._start, lambda: sink.is_full)
         self._parking = Parking(store, environment, inbox, report)
         self._checkpointer = Checkpointer(
-            checkpoints, store, sink, identities, inbox, reading, report, checkpoint_interval, checkpoint_after
+            checkpoints,
+            store,
+            source,
+            sink,
+            identities,
+            inbox,
+            reading,
+            report,
+            checkpoint_interval,
+            checkpoint_after,
         )
         self._reader = Reader(source, identities, inbox, self._checkpointer, reading, self._all_came)
 
@@ -142,6 +154,7 @@ class Pipeline:
             failure = error
             raise
         finally:
+            self._sink.interrupt(0)
             closings = [self._checkpointer.close, self._sink.close, self._source.close]
             if self._max_attempts is not None and self._restored:
                 closings.append(self._checkpoints.end_run)
@@ -150,6 +163,7 @@ class Pipeline:
     def stop(self) -> None:
         """Start no new call, let those in flight end, take a last checkpoint and return from `run`."""
         self.environment.stop()
+        self._sink.interrupt(_DELIVER_SECONDS)
         self._parking.news.set()
         if self._reads is not None:
             self._cancel(self._reads)
@@ -246,7 +260,8 @@ class Pipeline:
         keys = await self._store.keys()
         if last is not None:
             self._identities.check_kind(last, any_recorded=bool(keys))
-        self._sink.open(last.sink if last else None)
+        await self._checkpointer.in_thread(self._sink.open, last.sink if last else None)
+        self.environment.check_output = self._sink.check
         if last is None:
             # From now on a restart knows how long the sink was before this job wrote to it.
             last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._identities.recorded)
@@ -254,6 +269,7 @@ class Pipeline:
             self._checkpoints.commit(last)
         else:
             self._inbox.memory_on_disk = True
+            await self._checkpointer.in_thread(self._checkpointer.deliver, last.sink)
         self._checkpointer.number = last.number
         self.reading.records, self.reading.position = last.read, last.position
         self._identities.restore(last)
@@ -352,7 +368,7 @@ class Pipeline:
         """The message is done and durable. No await in here: a checkpoint sees all of it or nothing."""
         try:
             for output in result.outputs:
-                self._sink.write(output.value, output.id)
+                self._sink.write_for(entry.message.key, output.value, output.id)
         except BaseException:
             self._checkpointer.tainted = True  # a part of the message's outputs may be in the sink
             raise

@@ -64,7 +64,20 @@ def _sqlite(url: str, rest: str) -> TaskActionStore:
     return SqliteStore(Path(name).expanduser())
 
 
-_BUILT_IN = {"memory": _memory, "sqlite": _sqlite}
+def _kafka(url: str, rest: str) -> TaskActionStore:
+    try:
+        from dalsegno.stores.kafka import KafkaStore
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "confluent_kafka":
+            raise
+        raise DefinitionError(
+            f"{url.partition('?')[0]!r}: the Kafka store needs the package confluent-kafka: pip install"
+            " 'dalsegno[kafka]'"
+        ) from error
+    return KafkaStore(url)
+
+
+_BUILT_IN = {"memory": _memory, "sqlite": _sqlite, "kafka": _kafka}
 
 
 def _third_party(point: EntryPoint, url: str) -> TaskActionStore:

@@ -147,9 +147,11 @@ class Lives:
 
 async def _throw_away() -> None:
     """Cancel what a life left running. After a crash it can touch nothing any more, and need not end."""
+    quiet = 0
     for _ in range(_TURNS_TO_DIE):
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        if not left:
+        quiet = 0 if left else quiet + 1
+        if quiet > 1:  # what was to be called soon may have begun another task
             return
         for task in left:
             task.cancel()
