@@ -36,8 +36,9 @@ _FOR_GOOD = (
 )
 """What tells that the next attempt to connect would fail as well; the error of a connection has no code."""
 
+_NO_ROOM = "nothing of it was written and what is recorded is intact: free some space and start again"
 _ADVICE: tuple[tuple[type[psycopg.Error], str], ...] = (
-    (failures.DiskFull, "nothing of it was written and what is recorded is intact: free some space and start again"),
+    (failures.DiskFull, _NO_ROOM),
     (
         failures.ConfigurationLimitExceeded,
         "nothing of it was written: raise the limit of the server and start again",
@@ -124,6 +125,8 @@ class Link:
 def failed(settings: Settings, what: str, error: psycopg.Error) -> StoreError:
     """The error of a store whose server answered with *error*."""
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), "")
+    if not advice and "could not extend file" in str(error):
+        advice = _NO_ROOM  # a quota, for one
     if not advice and error.sqlstate is None:
         advice = "see that the server runs, that its address is right and that it lets this user in"
     return StoreError(f"{settings}: cannot {what}: {said(error)}" + (f"; {advice}" if advice else ""))
