@@ -8,7 +8,8 @@ The blocks of one page run in order and share their names, like one script:
   the next line), run by one ``sh -e``; the other lines show output and are not compared.
 - A block right after the comment ``<!-- not run: reason -->`` is left out. Blocks of other languages are only shown.
 
-A page with the comment ``<!-- needs: kafka -->`` has a broker of its own at what it calls ``localhost:9092``.
+A page with the comment ``<!-- needs: kafka -->`` has a broker of its own at what it calls ``localhost:9092``, one with
+``<!-- needs: postgresql -->`` a database of its own at what it calls ``postgresql://localhost:5432/agents``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SECONDS_PER_PAGE = 180
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,}|~{3,})\s*(?P<language>[\w+-]*)[^`]*$")
 _BROKER = "localhost:9092"
 _NEEDS_KAFKA = "<!-- needs: kafka -->"
+_DATABASE = "postgresql://localhost:5432/agents"
+_NEEDS_POSTGRES = "<!-- needs: postgresql -->"
 _NOT_RUN = re.compile(r"^<!--\s*not run:\s*\S.*-->$")
 _FILE_NAME = re.compile(r"#\s*(?P<name>[\w-]+\.py)")
 
@@ -132,12 +135,14 @@ _run_page(PAGE, STEPS)
 """
 
 
-def run_page(page: Path, folder: Path, broker: str = _BROKER) -> subprocess.CompletedProcess[str]:
-    """Run everything of ``page`` in ``folder``, with *broker* for Kafka's; standard error is part of the output."""
+def run_page(
+    page: Path, folder: Path, broker: str = _BROKER, database: str = _DATABASE
+) -> subprocess.CompletedProcess[str]:
+    """Run everything of ``page`` in ``folder`` with these servers; standard error is part of the output."""
     # The stem of the script is part of the names of classes that a page defines.
     script = folder.parent / "page.py"
     driver = _DRIVER.replace("PAGE", repr(str(page))).replace(
-        "STEPS", repr(steps(page.read_text("utf-8").replace(_BROKER, broker)))
+        "STEPS", repr(steps(page.read_text("utf-8").replace(_BROKER, broker).replace(_DATABASE, database)))
     )
     script.write_text(driver, "utf-8")
     return subprocess.run(
@@ -169,8 +174,8 @@ def _runs(page: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, f"{page.relative_to(ROOT)} does not run:\n{done.stdout[-20_000:]}"
 
 
-def _needs_kafka(page: Path) -> bool:
-    return _NEEDS_KAFKA in page.read_text("utf-8")
+def _needs(page: Path, server: str) -> bool:
+    return server in page.read_text("utf-8")
 
 
 def _name(page: Path) -> str:
@@ -178,7 +183,9 @@ def _name(page: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if not _needs_kafka(page)], ids=_name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not (_needs(page, _NEEDS_KAFKA) or _needs(page, _NEEDS_POSTGRES))], ids=_name
+)
 def test_page(page: Path, tmp_path: Path) -> None:
     if not steps(page.read_text("utf-8")):
         return
@@ -187,11 +194,18 @@ def test_page(page: Path, tmp_path: Path) -> None:
     _runs(page, run_page(page, folder))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _needs_kafka(page)], ids=_name)
+@pytest.mark.parametrize("page", [page for page in PAGES if _needs(page, _NEEDS_KAFKA)], ids=_name)
 def test_page_with_kafka(page: Path, tmp_path: Path, private_kafka: Callable[..., Kafka]) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
     _runs(page, run_page(page, folder, private_kafka().url))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _needs(page, _NEEDS_POSTGRES)], ids=_name)
+def test_page_with_postgres(page: Path, tmp_path: Path, postgres_url: str) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    _runs(page, run_page(page, folder, database=postgres_url))
 
 
 # ---------------------------------------------------------------------------------------- the runner of pages itself

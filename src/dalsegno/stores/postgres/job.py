@@ -25,10 +25,12 @@ _DURABLY = (
 _FENCE = "job = %b AND index = %b AND epoch = %b"
 _ROWS = """
     INSERT INTO {{records}} (job, key_hash, message_hash, key, message, task, body)
-    SELECT %b, * FROM unnest(%b::bigint[], %b::bigint[], %b::bytea[], %b::bytea[], %b::bytea[], %b::bytea[]) {}
+    SELECT %b, unnest(%b::bigint[]), unnest(%b::bigint[]),
+        unnest(%b::bytea[]), unnest(%b::bytea[]), unnest(%b::bytea[]), unnest(%b::bytea[]) {}
 """
+"""Not ``FROM unnest(...)``: the server would write what is larger than its ``work_mem`` to a temporary file first."""
 _NUMBERED = f"UPDATE {{workers}} SET put = %b WHERE {_FENCE} AND put < %b RETURNING {_DURABLY}"
-_PUT = f"WITH owned AS ({_NUMBERED}) {_ROWS.format('CROSS JOIN (SELECT FROM owned) AS fence')}"
+_PUT = f"WITH owned AS ({_NUMBERED}) {_ROWS.format('FROM owned')}"
 _PUT_MORE = _ROWS.format("")
 _PRUNE = f"""
     WITH owned AS MATERIALIZED (

@@ -31,7 +31,15 @@ _FOR_NOW = (
 )
 """What a server that refuses a connection says when it may take the next one."""
 _FOR_GOOD = (
-    *("FATAL:", "certificate", "SSL was required", "does not support SSL", "no password supplied", "invalid sslmode"),
+    *(
+        "FATAL:",
+        "certificate",
+        "signature failure",
+        "SSL was required",
+        "does not support SSL",
+        "no password supplied",
+        "invalid sslmode",
+    ),
     *("authentication failed", "SASL", "invalid port", "invalid connection option"),
 )
 """What tells that the next attempt to connect would fail as well; the error of a connection has no code."""
@@ -126,7 +134,7 @@ def failed(settings: Settings, what: str, error: psycopg.Error) -> StoreError:
     """The error of a store whose server answered with *error*."""
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), "")
     if not advice and "could not extend file" in str(error):
-        advice = _NO_ROOM  # a quota, for one
+        advice = _NO_ROOM  # a quota or another limit, which has no code of its own
     if not advice and error.sqlstate is None:
         advice = "see that the server runs, that its address is right and that it lets this user in"
     return StoreError(f"{settings}: cannot {what}: {said(error)}" + (f"; {advice}" if advice else ""))
