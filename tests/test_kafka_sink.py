@@ -175,6 +175,32 @@ def test_a_batch_that_is_delivered_is_kept_no_longer(job: TopicJob) -> None:
     assert state["batch"] == marker(job) >= 1
 
 
+def test_a_process_that_was_killed_in_its_transaction_does_not_hold_up_the_next_one(
+    job: TopicJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had begun is ended by the next run and not by its time, which is a quarter of an hour."""
+    real = Transactions._in_steps
+    left: list[Any] = []
+
+    def killed(self: Transactions, request: Callable[[float], Any]) -> None:
+        producer = self._producer
+        if producer is not None and request == producer.commit_transaction and self._written == 0:
+            producer.flush(MINUTE)
+            left.append(producer)
+            self._producer = None  # else it would end the transaction when it is closed
+            raise Crash
+        real(self, request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transactions, "_in_steps", killed)
+        with pytest.raises(Crash):
+            job.run(sink={"config": {"transaction.timeout.ms": 900_000}})
+    assert len(left) == 1
+    runner = job.runner()
+    Running(lambda: runner.run(job.kafka_source(), job.kafka_sink()), runner.stop).result()
+    assert complete(job)
+
+
 @pytest.mark.parametrize("code", ["_TRANSPORT", "_TIMED_OUT", "_FENCED", "UNKNOWN_PRODUCER_ID"])
 def test_an_answer_that_was_lost_is_found_out(job: TopicJob, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """The transaction is committed, and the client says that it failed."""

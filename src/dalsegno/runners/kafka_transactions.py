@@ -115,7 +115,10 @@ class Transactions:
         """How long it may wait for a broker after that and after it was interrupted."""
         self._wake = threading.Event()
         self._admin: AdminClient | None = None
-        self._consumer: Consumer | None = None
+        self._settled: Consumer | None = None
+        """Reads the marker when no transaction is open that may change it; else it waits for its end."""
+        self._present: Consumer | None = None
+        """Reads it as it is."""
         self._producer: Producer | None = None
         self._written = -1
         """The last batch that is known to be written by this run, or before it."""
@@ -141,11 +144,12 @@ class Transactions:
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
-        consumer, self._consumer = self._consumer, None
+        consumers, self._settled, self._present = (self._settled, self._present), None, None
         if producer is not None:
             _throw_away(producer)
-        if consumer is not None:
-            consumer.close()
+        for consumer in consumers:
+            if consumer is not None:
+                consumer.close()
 
     # What is there.
 
@@ -165,13 +169,9 @@ class Transactions:
             self.cluster = found.cluster_id
         except KafkaException as error:
             raise StoreError(f"{self._where}: {text_of(error)}") from error
-        consumer = {
-            **self._config,
-            "group.id": self._name,
-            "enable.auto.commit": False,
-            "isolation.level": "read_committed",
-        }
-        self._consumer = made(lambda: Consumer(consumer))
+        own = {**self._config, "group.id": self._name, "enable.auto.commit": False}
+        self._settled = made(lambda: Consumer({**own, "isolation.level": "read_committed"}))
+        self._present = made(lambda: Consumer({**own, "isolation.level": "read_uncommitted"}))
 
     def limit_of(self, topic: str) -> int:
         """The greatest record that *topic* takes, in bytes; StoreError if there is no such topic."""
@@ -206,13 +206,16 @@ class Transactions:
         return limit
 
     def read_marker(self, topic: str) -> Marker | None:
-        """What is committed; waits for a transaction that is just being ended."""
+        """What is committed now. A transaction may be open that changes it, so it decides nothing."""
+        return self._committed(self._present, topic)
+
+    def _committed(self, consumer: Consumer | None, topic: str) -> Marker | None:
         from confluent_kafka import KafkaException
 
-        assert self._consumer is not None
+        assert consumer is not None
         while True:
             try:
-                found = self._consumer.committed([_marker(topic)], REQUEST_SECONDS)[0]
+                found = consumer.committed([_marker(topic)], REQUEST_SECONDS)[0]
             except KafkaException as error:
                 self._wait_for_marker(error)
                 continue
@@ -240,7 +243,7 @@ class Transactions:
 
     def _take_over(self, topic: str, settled: Callable[[Marker | None], int]) -> None:
         self._new_producer()
-        batch = settled(self.read_marker(topic))
+        batch = settled(self._committed(self._settled, topic))
         self._transaction(topic, batch, [])
         self._written, self._doubtful = batch, False
 
@@ -251,16 +254,15 @@ class Transactions:
 
     def _write(self, topic: str, batch: int, outgoing: list[Outgoing]) -> None:
         if self._doubtful:
-            self._own_marker(topic)  # before another run is fenced off
+            self._own(self.read_marker(topic))  # before another run is fenced off
             self._new_producer()
-            self._written, self._doubtful = self._own_marker(topic), False
+            self._written, self._doubtful = self._own(self._committed(self._settled, topic)), False
         if batch > self._written:
             self._transaction(topic, batch, outgoing)
             self._written = batch
 
-    def _own_marker(self, topic: str) -> int:
+    def _own(self, marker: Marker | None) -> int:
         """The batch that this run has written last."""
-        marker = self.read_marker(topic)
         if marker is None or marker.run != self._run:
             raise FencedError(
                 f"another process writes the outputs of {self._name!r} to {self._where}, so this one has stopped. Run "
@@ -302,7 +304,7 @@ class Transactions:
         self._in_steps(producer.init_transactions)
 
     def _transaction(self, topic: str, batch: int, outgoing: list[Outgoing]) -> None:
-        producer, consumer = self._producer, self._consumer
+        producer, consumer = self._producer, self._settled
         assert producer is not None
         assert consumer is not None
         self._undelivered = None
