@@ -561,6 +561,25 @@ def test_a_record_survives_the_checkpoint_as_it_was() -> None:
     assert Marker(1, "r").batch == 1
 
 
+def test_wrong_credentials_are_one_clear_error(private_kafka: Callable[..., Kafka], tmp_path: Path) -> None:
+    server = private_kafka(security="SASL_PLAINTEXT", scram_users={"ann": "secret"})
+    given = {name: value for name, value in server.client_settings.items() if name != "bootstrap.servers"}
+    with server.topic() as sink:
+        job = TopicJob(tmp_path, server.url, "unused", sink)
+        with pytest.raises(StoreError, match=r"not let in: .*uthentication failed"):
+            job.runner().run([1], job.kafka_sink(config={**given, "sasl.password": "wrong"}))
+        assert job.runner().run([1], job.kafka_sink(config=given)).outputs == 1
+
+
+def test_settings_that_the_broker_refuses_end_the_run(job: TopicJob) -> None:
+    with pytest.raises(StoreError, match="Transaction timeout is larger"):
+        job.run(sink={"config": {"transaction.timeout.ms": 2_000_000}})
+    with pytest.raises(DefinitionError, match="the Kafka client does not take its settings"):
+        job.run(sink={"config": {"no.such.setting": 1}})
+    job.run()
+    assert complete(job)
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [

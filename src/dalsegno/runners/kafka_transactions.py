@@ -15,6 +15,7 @@ One thread at a time uses it, but for `interrupt`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import threading
 import time
@@ -413,6 +414,9 @@ def _marker(topic: str, batch: int | None = None, run: str = "") -> TopicPartiti
 
 
 def _throw_away(producer: Producer) -> None:
-    """What it has not written is written by another one, or not at all."""
+    """What it has begun is ended if a broker answers, so that it holds up no reader; else by the next producer."""
+    from confluent_kafka import KafkaException
+
     producer.purge()
-    producer.close()
+    with contextlib.suppress(KafkaException):  # there is none to end, or no broker: its close() would wait for one
+        producer.abort_transaction(_STEP_SECONDS)
