@@ -305,6 +305,8 @@ class Transactions:
         self._in_steps(producer.init_transactions)
 
     def _transaction(self, topic: str, batch: int, outgoing: list[Outgoing]) -> None:
+        from confluent_kafka import KafkaException
+
         producer, consumer = self._producer, self._settled
         assert producer is not None
         assert consumer is not None
@@ -312,6 +314,12 @@ class Transactions:
         producer.begin_transaction()
         for record in outgoing:
             self._produce(producer, record)
+        # Before the marker: setting it blocks for a minute while no broker answers, whatever its time limit is.
+        while producer.flush(_STEP_SECONDS):
+            self._check_interrupted("records are not yet acknowledged")
+            self._warn("records are not yet acknowledged")
+        if self._undelivered is not None:
+            raise KafkaException(self._undelivered[0])
         at = _marker(topic, batch, self._run)
         group = consumer.consumer_group_metadata()
         self._in_steps(lambda seconds: producer.send_offsets_to_transaction([at], group, seconds))
