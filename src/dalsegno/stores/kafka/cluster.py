@@ -295,6 +295,9 @@ class Cluster:
                 if not (error.args[0].retriable() or error.args[0].code() in _MOVING) or time.monotonic() > deadline:
                     raise explained(self.settings, doing, error.args[0]) from error
                 time.sleep(0.1)
+                # The client library asks by itself after minutes only who leads a partition now.
+                with suppress(KafkaException):
+                    self._admin.list_topics(timeout=1)
 
     def _await(self, future: Future[_T]) -> _T:
         return future.result(self.settings.timeout + 5)
@@ -307,6 +310,7 @@ _MOVING = (
     *(KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT, KafkaError._WAIT_CACHE),
     *(KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART),
     *(KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR),
+    *(KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH),
     *(KafkaError.OFFSET_NOT_AVAILABLE, KafkaError.REQUEST_TIMED_OUT, KafkaError.NETWORK_EXCEPTION),
 )
 

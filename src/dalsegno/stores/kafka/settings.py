@@ -79,7 +79,7 @@ class Settings:
             "client.id": "dalsegno",
             "reconnect.backoff.max.ms": 2000,
             "retry.backoff.ms": 20,
-            "socket.timeout.ms": int(max(self.timeout, 1) * 1000),
+            "socket.timeout.ms": int(self.timeout * 1000),
             "socket.keepalive.enable": True,
         }
         neither = {
@@ -99,6 +99,8 @@ class Settings:
             "message.max.bytes": largest,
             "batch.size": largest,
             "queue.buffering.max.kbytes": 1_048_576,
+            # The client library wants it no longer than a transaction may take.
+            "socket.timeout.ms": int(min(self.timeout, self.transaction_timeout) * 1000),
         }
         return self.common() | mine | {name: v for name, v in self.client.items() if _OF_PRODUCERS.match(name)}
 

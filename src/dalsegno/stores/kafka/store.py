@@ -66,6 +66,11 @@ class KafkaStore(TaskActionStore):
     def pruned_through(self) -> int:
         return self._opened().job.pruned_through
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from the topic since the job was opened."""
+        return self._opened().job.log.bytes_read
+
     async def keys(self) -> builtins.list[bytes]:
         job, _, reader = self._opened()
         return await _run(reader, job.keys)
