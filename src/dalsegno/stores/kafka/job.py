@@ -69,9 +69,8 @@ class OwnedJob:
 
     def _own(self, worker: Worker) -> Writer:
         """Become the one who writes as *worker*."""
-        writer = Writer(
-            self.settings, self._cluster, f"{self.topic}.{worker.index}-of-{worker.of}", self._largest - OVERHEAD // 2
-        )
+        name = f"{self.topic}.{worker.index}-of-{worker.of}"
+        writer = Writer(self.settings, self._cluster, name, self._largest - OVERHEAD // 2)
         writer.own()
         return writer
 
@@ -233,10 +232,18 @@ class OwnedJob:
         self._see([self.log.partition(key)])
         return self._states(key, task, open_body)
 
-    def nothing_of(self, key: bytes) -> bool:
-        """Whether it is known without waiting for anything that nothing is recorded of *key*."""
+    def claim_at_once(self, key: bytes, open_body: OpenBody | None) -> list[TaskActionState] | None:
+        """What `claim` gives, if it is known without waiting for anything."""
         view = self.log.view(key)
-        return self.worker.of == 1 and view.loaded and key not in view.keys
+        if not view.loaded or not view.lock.acquire(blocking=False):
+            return None
+        try:
+            records = view.list(key)
+        finally:
+            view.lock.release()
+        if self.worker.of > 1:
+            self._mine.add(key)
+        return fold(records, open_body) if records else []
 
     def _states(self, key: bytes, task: str | None, open_body: OpenBody | None) -> list[TaskActionState]:
         view = self.log.view(key)
