@@ -36,7 +36,10 @@ class Reading:
 
 
 class Checkpointer:
-    """Takes checkpoints every *interval* seconds, sooner when that is `due`, as long as something `changed`."""
+    """Takes a checkpoint every *interval* seconds, sooner when it is `due`, as *after* so many finished messages.
+
+    None is taken while nothing `changed`.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Checkpointer:
         reading: Reading,
         report: RunReport,
         interval: float,
+        after: int,
     ) -> None:
         self._checkpoints = checkpoints
         self._store = store
@@ -59,6 +63,7 @@ class Checkpointer:
         self._reading = reading
         self._report = report
         self._interval = interval
+        self._after = after
         # Of its own: the loop's threads may all be taken by what an agent calls.
         self._thread = ThreadPoolExecutor(1, "dalsegno-checkpoint")
         self.number = 0
@@ -82,7 +87,7 @@ class Checkpointer:
     def cover(self, key: bytes, message: str) -> None:
         """The message is finished."""
         self._covered.append((key, message))
-        if len(self._covered) >= UNCOVERED:
+        if len(self._covered) >= self._after:
             self.due.set()
         self._changes += 1
 

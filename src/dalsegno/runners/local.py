@@ -33,9 +33,11 @@ from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.environment import Environment
+from dalsegno.core.watch import Watch
 from dalsegno.errors import DefinitionError
 from dalsegno.memory import Leaf, Node
 from dalsegno.operate.operator import Operator
+from dalsegno.runners.checkpointer import UNCOVERED
 from dalsegno.runners.checkpoints import CheckpointFile
 from dalsegno.runners.intake import OnBadInput
 from dalsegno.runners.message_ids import FieldOrFunction, KeyOf, MessageIds
@@ -104,6 +106,8 @@ class LocalRunner:
         self._max_attempts = max_attempts
         self._rerun = on_divergence == "rerun"
         self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
+        self._checkpoint_after = UNCOVERED
+        self._watch: Watch | None = None
         self._pipeline: Pipeline | None = None
         self._at_once: Callable[[str], None] | None = None
         """Told of the second signal during `run`, for a command that must end even if the run cannot."""
@@ -220,7 +224,7 @@ class LocalRunner:
         try:
             store = self._store if self._cipher is None else EncryptingStore(self._store, self._cipher)
             log = GroupCommit(store.put, linger=self._linger)
-            environment = Environment(self.job, log, _in_pool(pool), self._clock, rerun=self._rerun)
+            environment = Environment(self.job, log, _in_pool(pool), self._clock, rerun=self._rerun, watch=self._watch)
             self._pipeline = Pipeline(
                 agent=self.agent,
                 environment=environment,
@@ -235,6 +239,7 @@ class LocalRunner:
                 owner=f"process {os.getpid()}",
                 max_in_flight=self._max_in_flight,
                 checkpoint_interval=self._interval or opened_sink.checkpoint_interval or _CHECKPOINT_SECONDS,
+                checkpoint_after=self._checkpoint_after,
                 on_bad_input=on_bad_input,
                 park_failures=self._park_failures,
                 max_attempts=self._max_attempts,

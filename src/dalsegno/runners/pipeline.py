@@ -77,6 +77,7 @@ class Pipeline:
         owner: str,
         max_in_flight: int,
         checkpoint_interval: float,
+        checkpoint_after: int,
         on_bad_input: OnBadInput,
         park_failures: bool,
         max_attempts: int | None,
@@ -126,7 +127,16 @@ class Pipeline:
         self._inbox = inbox = Inbox(checkpoints, identities, report, room, self._start, lambda: sink.is_full)
         self._parking = Parking(store, environment, inbox, report)
         self._checkpointer = Checkpointer(
-            checkpoints, store, source, sink, identities, inbox, reading, report, checkpoint_interval
+            checkpoints,
+            store,
+            source,
+            sink,
+            identities,
+            inbox,
+            reading,
+            report,
+            checkpoint_interval,
+            checkpoint_after,
         )
         self._reader = Reader(source, identities, inbox, self._checkpointer, reading, self._all_came)
 
