@@ -71,7 +71,7 @@ async def store_rate(url: str, batches: list[list[Record]]) -> float:
 
 def bare_rate(url: str, batches: list[list[Record]]) -> float:
     topic = f"bench-{secrets.token_hex(6)}"
-    admin = AdminClient({"bootstrap.servers": url})
+    admin = AdminClient({"bootstrap.servers": url, "log_level": 0})
     admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result(30)
     producer = Producer(
         {"bootstrap.servers": url, "acks": "all", "linger.ms": 0, "compression.type": "lz4", "batch.size": 1_000_000}

@@ -110,8 +110,8 @@ class OwnedJob:
         if not 0 < state.partitions < topic.partitions:
             raise StoreError(
                 f"{self.settings}: topic {topic.name} has {topic.partitions} partitions, but the records of job"
-                f" {self.job!r} are in {state.partitions} and one more: it is not the topic that the job began with, or"
-                " some of them have no leader. A topic needs at least 2"
+                f" {self.job!r} are in {state.partitions} and one more: it is not the topic that the job began with. A"
+                " topic needs at least 2"
             )
 
     @property
