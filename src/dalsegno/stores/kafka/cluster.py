@@ -45,7 +45,7 @@ _ADVICE = {
     KafkaError._TRANSPORT: "no broker can be reached: see to it that they run and that host and port are right",
     KafkaError._ALL_BROKERS_DOWN: "no broker can be reached: see to it that they run and that host and port are right",
     KafkaError._TIMED_OUT: "the brokers did not answer in time: see whether they are well",
-    KafkaError._MSG_TIMED_OUT: "the brokers did not take it in time: see whether they are well",
+    KafkaError._MSG_TIMED_OUT: "the brokers did not take it in time: see whether they are well, with room on their disks",
     KafkaError.NOT_ENOUGH_REPLICAS: "too few replicas are in sync: see whether all brokers run",
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "the user needs the rights to describe, read, write, create and delete "
     "records of the topics of this prefix",
@@ -288,7 +288,9 @@ class Cluster:
     def forget(self, group: str) -> None:
         """Forget what is kept under the name *group*; the brokers do so by themselves after some days."""
         with suppress(KafkaException):
-            self._await(self._admin.delete_consumer_groups([group], request_timeout=self.settings.timeout)[group])
+            self._await(
+                self._admin.delete_consumer_groups([group], request_timeout=min(self.settings.timeout, 2))[group]
+            )
 
     def _patiently(self, doing: str, ask: Callable[[], _T]) -> _T:
         """Ask again while a broker or its partitions are on the move."""

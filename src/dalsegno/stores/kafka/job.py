@@ -183,11 +183,13 @@ class OwnedJob:
 
     def _check_place(self, partition: int, offset: int) -> None:
         if offset <= self._last.get(partition, -1):
-            raise StoreError(
+            error = StoreError(
                 f"{self.settings}: topic {self.topic}, partition {partition}: what was written now is at offset"
                 f" {offset}, what was written before at {self._last[partition]}: the topic was deleted and created"
                 " anew, so what was recorded is lost. Start the job again: it will say what it misses"
             )
+            self._writer.give_up(error)
+            raise error
         self._last[partition] = offset
 
     def _add(self, written: Iterable[tuple[int, Blob]]) -> None:
