@@ -45,7 +45,7 @@ _ADVICE = {
     KafkaError._TRANSPORT: "no broker can be reached: see to it that they run and that host and port are right",
     KafkaError._ALL_BROKERS_DOWN: "no broker can be reached: see to it that they run and that host and port are right",
     KafkaError._TIMED_OUT: "the brokers did not answer in time: see whether they are well",
-    KafkaError._MSG_TIMED_OUT: "the brokers did not take it in time: see whether they are well, with room on their disks",
+    KafkaError._MSG_TIMED_OUT: "the brokers did not take it in time: see whether they run and have room on their disks",
     KafkaError.NOT_ENOUGH_REPLICAS: "too few replicas are in sync: see whether all brokers run",
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "the user needs the rights to describe, read, write, create and delete "
     "records of the topics of this prefix",
