@@ -7,7 +7,6 @@ steps, is consistent, and a checkpoint never covers what a crash could take back
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,8 @@ from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox, KeyState
 from dalsegno.runners.report import RunReport
+from dalsegno.runners.retention import Pruner
 from dalsegno.runners.sinks import Sink
-from dalsegno.stores.base import Covered, TaskActionStore
 
 UNCOVERED = 1_000
 """This many messages that are finished, or bad records set aside, bring about a checkpoint before its time: what they
@@ -37,7 +36,7 @@ class Checkpointer:
     def __init__(
         self,
         checkpoints: CheckpointFile,
-        store: TaskActionStore,
+        pruner: Pruner,
         sink: Sink,
         identities: Identities,
         inbox: Inbox,
@@ -46,15 +45,14 @@ class Checkpointer:
         interval: float,
     ) -> None:
         self._checkpoints = checkpoints
-        self._store = store
+        self._pruner = pruner
         self._sink = sink
         self._identities = identities
         self._inbox = inbox
         self._reading = reading
         self._report = report
         self._interval = interval
-        # Of its own: the loop's threads may all be taken by what an agent calls.
-        self._thread = ThreadPoolExecutor(1, "dalsegno-checkpoint")
+        self._thread = pruner.thread
         self.number = 0
         """That of the last checkpoint."""
         self.due = asyncio.Event()
@@ -105,6 +103,8 @@ class Checkpointer:
             if self._changes != seen and not self.tainted:
                 seen = self._changes
                 await self._checkpoint()
+            elif not self.tainted:
+                await self._pruner.drain(self.due.is_set)  # time passes also where nothing comes
 
     async def _checkpoint(self) -> None:
         checkpoint, entries = self._snapshot()
@@ -120,7 +120,7 @@ class Checkpointer:
         self._report.checkpoints += 1
         self._inbox.written(entries)
         self._inbox.evict(self._memory)
-        await self._store.prune(Covered(checkpoint.number, covered))
+        await self._pruner.completed(checkpoint.number, covered, self.due.is_set)
 
     def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
         """What changed, taken in one step; only references to the changed keys' memory are copied."""
@@ -134,8 +134,11 @@ class Checkpointer:
             {key: state.memory for key, state in changed.items()},
             [self._identities.inbox_entry(entry.ordinal, entry.message, entry.parked) for entry in entries],
             finished,
+            keep=self._pruner.retention.checkpoints,
+            taken=self._pruner.now(),
+            pruned=self._pruner.pruned_through,
         )
-        self._identities.fill(checkpoint, self._covered)
+        self._identities.fill(checkpoint, self._covered, retain=self._pruner.retains)
         return checkpoint, entries
 
     def _write(self, checkpoint: Checkpoint) -> None:
