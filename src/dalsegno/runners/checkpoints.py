@@ -291,6 +291,14 @@ class CheckpointFile:
             for number, at, read in rows
         ]
 
+    def kept_of(self, job: str) -> Sequence[CheckpointInfo]:
+        """The same, if the file is that of *job*; raises `RestoreError` otherwise."""
+        with self._looking() as connection:
+            names = [name for (name,) in connection.execute("SELECT name FROM job")]
+        if names and names != [job]:
+            raise RestoreError(f"{self._path} holds the checkpoints of job {names[0]!r}, not of {job!r}")
+        return self.kept()
+
     def kept_head(self, number: int) -> Checkpoint:
         """The kept checkpoint *number*, without memory and inbox."""
         with self._reading() as connection:
@@ -320,7 +328,7 @@ class CheckpointFile:
     def retains(self) -> bool:
         """Whether messages that a checkpoint covers are kept in the store."""
         with self._reading() as connection:
-            return connection.execute("SELECT 1 FROM finished LIMIT 1").fetchone() is not None
+            return connection.execute("SELECT 1 FROM finished WHERE NOT pruned LIMIT 1").fetchone() is not None
 
     def first_finished(self, limit: int) -> Sequence[FinishedMessage]:
         """Up to *limit* messages that are covered and kept in the store, those first that were covered first."""
