@@ -50,6 +50,7 @@ def grown(world: World, tools: Tools, upto: int, step: int = 2, **options: Any) 
     """Run to the end of *upto* records, a checkpoint after each *step* of them. A run takes exactly one checkpoint."""
     options = {"keep_checkpoints": 3, **options}
     given = {name: options.pop(name) for name in ("message_id",) if name in options}
+    runner = world.runner(calling(tools), **options)
     for end in range(step, upto + 1, step):
         runner = world.runner(calling(tools), **options)
         run(runner, of(*range(end)), world.out, key="k", **given)
@@ -93,6 +94,7 @@ def test_what_was_before_is_put_back_exactly(world: World, tools: Tools) -> None
     """Keys that came, went and changed, a message that was parked, retried and is done, bad input."""
     path = world.checkpoints()
     states = {}
+    tables = ("checkpoint", "memory", "inbox", "bad_input", "covered")
     lines = [*of(0, 1, 2), *of(3, forget=True), *of(4, 5), "bad", *of(6, 7), *of(8, forget=True), *of(9, 0xA)]
     tools.fail_on = {4: ValueError("no")}
     for number, end in enumerate(range(2, 13, 2), 1):
@@ -102,7 +104,6 @@ def test_what_was_before_is_put_back_exactly(world: World, tools: Tools) -> None
         runner = world.runner(calling(tools), keep_checkpoints=9, on_failure="park")
         run(runner, lines[:end], world.out, key="k", on_bad_input="park")
         with closing(sqlite3.connect(path)) as file:
-            tables = ("checkpoint", "memory", "inbox", "bad_input", "covered")
             states[number] = [file.execute(f"SELECT * FROM {table} ORDER BY 1").fetchall() for table in tables]
     assert states[3][2] != states[6][2]
     assert states[3][3] != states[6][3]
