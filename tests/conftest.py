@@ -9,6 +9,7 @@ import pytest
 from tests.helpers import STORES, Tools, World
 
 pytest_plugins = ["tests.services.fixtures"]
+pytest.register_assert_rewrite("tests.mutation")  # whose assertions are to show their values, too
 
 
 @pytest.fixture(params=STORES)

@@ -254,6 +254,7 @@ leaves = st.one_of(
 trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(legal_text, inner), max_leaves=20)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(trees)
 def test_the_quick_writer_of_canonical_bytes_agrees_with_their_definition(tree: Any) -> None:
@@ -556,6 +557,7 @@ def test_a_damaged_or_foreign_tree_is_an_error_and_never_none(tree: Any) -> None
         from_tree(tree)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     st.recursive(

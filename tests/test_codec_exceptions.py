@@ -817,6 +817,7 @@ def described(exc: BaseException | None) -> Iterator[str]:
         exc = exc.__cause__ or exc.__context__
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(exceptions())
 def test_any_exception_is_recorded_and_what_is_loaded_is_recorded_alike(exc: Exception) -> None:

@@ -80,6 +80,7 @@ def state(value: Any) -> Any:
     return type(value), value
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(models)
 def test_the_quick_way_for_models_gives_what_the_rules_give(value: Any) -> None:

@@ -333,6 +333,7 @@ def test_the_order_of_named_arguments_is_no_part_of_a_call(world: World, tools: 
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_messages_calls_and_events_play_back_in_the_order_of_their_numbers(world: World, tools: Tools) -> None:
     """Thirteen of each, so that order as text would be another one."""
 

@@ -250,6 +250,7 @@ async def happened_not(what: str) -> DidNotHappen:
     return DidNotHappen()
 
 
+@pytest.mark.slow
 def test_calls_side_by_side_keep_their_answers_too(world: World, tools: Tools) -> None:
     def together(calls: str, then: str) -> Scripted:
         async def body(value: Any, ctx: RunnerContext) -> list[Any]:

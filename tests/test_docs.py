@@ -7,6 +7,8 @@ The blocks of one page run in order and share their names, like one script:
 - ```` ```console ```` blocks: the lines that start with ``$ `` are commands (one that ends with a backslash goes on in
   the next line), run by one ``sh -e``; the other lines show output and are not compared.
 - A block right after the comment ``<!-- not run: reason -->`` is left out. Blocks of other languages are only shown.
+
+A page with the comment ``<!-- needs: kafka -->`` has a broker of its own at what it calls ``localhost:9092``.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.services import Kafka
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SECONDS_PER_PAGE = 180
 
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,}|~{3,})\s*(?P<language>[\w+-]*)[^`]*$")
+_BROKER = "localhost:9092"
+_NEEDS_KAFKA = "<!-- needs: kafka -->"
 _NOT_RUN = re.compile(r"^<!--\s*not run:\s*\S.*-->$")
 _FILE_NAME = re.compile(r"#\s*(?P<name>[\w-]+\.py)")
 
@@ -126,11 +132,13 @@ _run_page(PAGE, STEPS)
 """
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run everything of ``page`` in ``folder``; standard error is part of the output."""
+def run_page(page: Path, folder: Path, broker: str = _BROKER) -> subprocess.CompletedProcess[str]:
+    """Run everything of ``page`` in ``folder``, with *broker* for Kafka's; standard error is part of the output."""
     # The stem of the script is part of the names of classes that a page defines.
     script = folder.parent / "page.py"
-    driver = _DRIVER.replace("PAGE", repr(str(page))).replace("STEPS", repr(steps(page.read_text("utf-8"))))
+    driver = _DRIVER.replace("PAGE", repr(str(page))).replace(
+        "STEPS", repr(steps(page.read_text("utf-8").replace(_BROKER, broker)))
+    )
     script.write_text(driver, "utf-8")
     return subprocess.run(
         [sys.executable, "-B", "-W", "error", script],
@@ -157,15 +165,33 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
+def _runs(page: Path, done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, f"{page.relative_to(ROOT)} does not run:\n{done.stdout[-20_000:]}"
+
+
+def _needs_kafka(page: Path) -> bool:
+    return _NEEDS_KAFKA in page.read_text("utf-8")
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [page for page in PAGES if not _needs_kafka(page)], ids=_name)
 def test_page(page: Path, tmp_path: Path) -> None:
     if not steps(page.read_text("utf-8")):
         return
     folder = tmp_path / "page"
     folder.mkdir()
-    done = run_page(page, folder)
-    assert done.returncode == 0, f"{page.relative_to(ROOT)} does not run:\n{done.stdout[-20_000:]}"
+    _runs(page, run_page(page, folder))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _needs_kafka(page)], ids=_name)
+def test_page_with_kafka(page: Path, tmp_path: Path, private_kafka: Callable[..., Kafka]) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    _runs(page, run_page(page, folder, private_kafka().url))
 
 
 # ---------------------------------------------------------------------------------------- the runner of pages itself

@@ -563,6 +563,7 @@ def slow_with_a_limit(limit: float | None) -> Any:
     return body
 
 
+@pytest.mark.slow
 def test_an_abandoned_call_that_is_no_longer_cancelled_is_a_divergence(world: World) -> None:
     racer = racers({})
     cut_off(world, scripted(slow_with_a_limit(0.01), racer))
@@ -712,6 +713,7 @@ def race_of(names: str, more: str = "") -> Any:
     return body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "part"),
     [
@@ -755,6 +757,7 @@ def test_changed_code_beside_a_call_that_waits_to_be_cancelled_is_named(world: W
         run(world.runner(scripted(body("c"), racer)), [1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["strict", "rerun"])
 @pytest.mark.parametrize(
     ("before", "after"), [(race_of("abc"), race_of("bc")), (race_of("ab", "c"), race_of("ab"))], ids=["first", "more"]
@@ -772,6 +775,7 @@ def test_with_rerun_the_race_goes_on_without_the_lost_call_and_that_replays(
     assert len(world.outputs()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effect", ["read", "idempotent", "once"])
 def test_with_rerun_an_abandoned_call_that_is_no_longer_cancelled_is_settled_by_its_effect(
     world: World, effect: Any
@@ -923,6 +927,7 @@ def program(strands: list[list[Step]]) -> Race:
     return race
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     strands=programs,

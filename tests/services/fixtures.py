@@ -52,8 +52,9 @@ class Run:
     def end(self) -> None:
         """Lets the guards stop the servers, and waits for them."""
         with self._locked():
-            os.close(self._owner)
+            # The guards may remove this run's folder as soon as its owner has gone.
             started = [Path(path.read_text()) for path in self.folder.glob("*.folder")]
+            os.close(self._owner)
             deadline = time.monotonic() + 60
             while any(folder.exists() for folder in started) and time.monotonic() < deadline:
                 time.sleep(0.02)

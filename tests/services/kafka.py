@@ -20,6 +20,9 @@ SETTINGS = {
     "controller.listener.names": "CONTROLLER",
     "log.dirs": "{folder}/data",
     "auto.create.topics.enable": "false",
+    # A killed broker comes back once its predecessor is taken for dead, after 9 seconds unless set.
+    "broker.session.timeout.ms": "3000",
+    "broker.heartbeat.interval.ms": "500",
     "group.initial.rebalance.delay.ms": "0",
     "offsets.topic.replication.factor": "1",
     "offsets.topic.num.partitions": "4",

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 from psycopg import sql
 
-from tests.services.programs import postgres_bin
+from tests.services.programs import POSTGRES_WHEEL, from_wheel, postgres_bin
 from tests.services.server import Server, ServerFailed, free_ports
 
 SETTINGS = {
@@ -90,11 +90,13 @@ class Postgres(Server):
     def _programs(self) -> Path:
         """The programs, where the user that runs the server can reach them: an environment may be root's alone."""
         found = postgres_bin()
-        if self._user() is None or found.is_relative_to("/usr"):
+        if self._user() is None or found != from_wheel(*POSTGRES_WHEEL):
             return found
-        copy = self.folder / "programs"
-        shutil.copytree(found.parent, copy, symlinks=True)
-        return copy / found.name
+        package, copy = found.parents[1], self.folder / "programs"
+        # Its libraries are beside the package.
+        for part in (package, *package.parent.glob(f"{package.name}.libs")):
+            shutil.copytree(part, copy / part.name, symlinks=True)
+        return copy.joinpath(*POSTGRES_WHEEL)
 
     def _probe(self) -> None:
         with psycopg.connect(self.url, connect_timeout=10) as connection:

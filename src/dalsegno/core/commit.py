@@ -71,6 +71,7 @@ class GroupCommit:
         waiter: asyncio.Future[None] = self._loop.create_future()
         self.when_durable(functools.partial(_wake, waiter))
         await waiter
+        self.check()  # the write after this one may have failed meanwhile, because the job has a new owner, for one
 
     def when_durable(self, then: WhenDurable) -> None:
         """Call *then* with None when everything appended so far is durable, or with the error if it cannot be made so.

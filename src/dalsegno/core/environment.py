@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from dalsegno.core.late import LateCalls
 from dalsegno.core.pauses import Pauses
 from dalsegno.core.records import Record
+from dalsegno.core.watch import Watch
 
 
 class Log(Protocol):
@@ -54,6 +55,9 @@ class Environment:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     pauses: Pauses = field(default_factory=Pauses)
     late: LateCalls = field(default_factory=LateCalls)
+    watch: Watch | None = None
+    check_output: Callable[[Any, str], None] | None = None
+    """Raises `DalSegnoError` for an output, with its id, that can never leave."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Asked for once: it is a system call each time."""
 

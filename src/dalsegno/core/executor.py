@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +26,7 @@ from dalsegno.core.identity import fingerprint, key_bytes, task_id
 from dalsegno.core.recorded_tasks import Due, RecordedTasks
 from dalsegno.core.records import CallState, Park, TaskActionState
 from dalsegno.core.task import ActionTask, record_park
-from dalsegno.errors import ActionError, DivergenceError, InDoubtError
+from dalsegno.errors import ActionError, DalSegnoError, DivergenceError, InDoubtError
 from dalsegno.events import Event, InputEvent, OutputEvent
 from dalsegno.memory import EMPTY, MemoryTransaction, Node
 
@@ -239,12 +239,23 @@ class Executor:
         return found
 
     def _commit(self, run: _Run, task: ActionTask, left: RecordedTasks) -> None:
+        before = len(run.outputs)
         self._take(run, task.identity, task.sent)
+        if self._environment.check_output is not None:
+            self._check_outputs(self._environment.check_output, task, run.outputs[before:])
         run.diverged |= task.diverged
         last = not run.due
         if last and left.left:
             self._settle_left(run, left)
         run.memory, run.sensory = task.commit(last=last, order=left.order if last else None)
+
+    def _check_outputs(self, check: Callable[[Any, str], None], task: ActionTask, outputs: Sequence[Output]) -> None:
+        # Now, as nothing of the action is final yet: once it is done, the message could neither go on nor be parked.
+        for output in outputs:
+            try:
+                check(output.value, output.id)
+            except DalSegnoError as error:
+                raise ActionError(f"{task}: an output cannot be written: {error}") from error
 
     def _settle_left(self, run: _Run, left: RecordedTasks) -> None:
         """Action tasks are recorded that the code no longer has. Calls of theirs that are in doubt stay so."""

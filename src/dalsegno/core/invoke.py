@@ -17,12 +17,21 @@ from dalsegno.core.time_limit import Watched, in_time
 from dalsegno.effects import CurrentCall
 
 
-async def invoke(place: Place, call: Call, function: Callable[..., Any], is_async: bool) -> Any:
-    """What *function* returns or raises, for *call* of the action task at *place*; a sync one runs in a thread."""
+async def invoke(
+    place: Place, call: Call, function: Callable[..., Any], is_async: bool, *, settles: bool = False
+) -> Any:
+    """What *function* returns or raises, for *call* of the action task at *place*; a sync one runs in a thread.
+
+    *settles* says that it is the call's reconcile.
+    """
     state = call.state
     args = codec.from_tree(state.args)
     kwargs = codec.from_tree(state.kwargs) if state.kwargs else {}
     attempt = state.attempt
+    watch = place.environment.watch
+    if watch is not None:
+        around = watch.reconcile if settles else watch.call
+        function = around(place, call, function, is_async)
     token = effects.running.set(lambda: _current_call(place, call, attempt))
     try:
         if is_async:

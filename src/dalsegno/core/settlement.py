@@ -54,7 +54,8 @@ class Settlement:
             )
         present = asyncio.current_task()
         try:
-            answer = await invoke(self._place, call, options.reconcile, inspect.iscoroutinefunction(options.reconcile))
+            is_async = inspect.iscoroutinefunction(options.reconcile)
+            answer = await invoke(self._place, call, options.reconcile, is_async, settles=True)
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError) and is_being_cancelled()
             thrown_away = isinstance(error, GeneratorExit) and is_thrown_away(present)

@@ -132,11 +132,13 @@ class ActionTask:
         failure: BaseException | None = None
         present = asyncio.current_task(self._loop)
         try:
+            watch = self._environment.watch
+            function = self._spec.function if watch is None else watch.action(self._place, self._spec.function)
             if self._spec.is_async:
                 self._strands.main = present
-                await self._spec.function(self._agent, event, RunnerContext(self))
+                await function(self._agent, event, RunnerContext(self))
             else:
-                await self._run_in_thread(event)
+                await self._run_in_thread(function, event)
         except BaseException as error:
             thrown_away = isinstance(error, GeneratorExit) and is_thrown_away(present)
             if thrown_away or (isinstance(error, asyncio.CancelledError) and is_being_cancelled()):
@@ -185,12 +187,15 @@ class ActionTask:
             body["last"] = True
         if order is not None:
             body["order"] = order
-        self._journal.done(body)
+        if (watch := self._environment.watch) is None:
+            self._journal.done(body)
+        else:
+            watch.done(self._place, functools.partial(self._journal.done, body))
         return memory, sensory
 
-    async def _run_in_thread(self, event: Event) -> None:
+    async def _run_in_thread(self, function: Callable[..., Any], event: Event) -> None:
         returned = await self._environment.run_in_thread(
-            functools.partial(self._spec.function, self._agent, event, RunnerContext(self))
+            functools.partial(function, self._agent, event, RunnerContext(self))
         )
         if inspect.isawaitable(returned):
             if inspect.iscoroutine(returned):
@@ -375,7 +380,11 @@ class ActionTask:
                 f"no action of agent {self._agent.name!r} handles {type(event).__name__}, so the event would be "
                 f"lost: mark one with @action({type(event).__name__}), or send an OutputEvent"
             )
-        self.sent.append(codec.to_tree(event, root=type(event).__name__))
+        tree = codec.to_tree(event, root=type(event).__name__)
+        if (watch := self._environment.watch) is None:
+            self.sent.append(tree)
+        else:
+            watch.event(self._place, functools.partial(self.sent.append, tree))
 
     @property
     def short_term(self) -> MemoryObject:

@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 
 PARKED = 3
+_KAFKA = "kafka://"
 _NARROW = 80
 _AT_ONCE_SECONDS = 3.0
 """How long a second signal may take to end a run, whatever its calls do."""
@@ -175,10 +176,19 @@ def run(
         str, typer.Argument(metavar="MODULE:AGENT", help="Where the agent is, as in examples.reviews:agent.")
     ],
     job: Annotated[str, typer.Option(help="Name of the job: the same name goes on with the same history.")],
-    source: Annotated[str, typer.Option(help="JSON Lines or CSV file, or - for JSON Lines on standard input.")],
-    sink: Annotated[str, typer.Option(help="JSON Lines file for the outputs, or - for standard output.")] = "-",
+    source: Annotated[
+        str,
+        typer.Option(help="JSON Lines or CSV file, - for JSON Lines on standard input, or kafka://HOST:PORT/TOPIC."),
+    ],
+    sink: Annotated[
+        str,
+        typer.Option(help="JSON Lines file for the outputs, - for standard output, or kafka://HOST:PORT/TOPIC."),
+    ] = "-",
+    until_end: Annotated[
+        bool, typer.Option("--until-end", help="End where the topics of a Kafka source end now.")
+    ] = False,
     append: Annotated[
-        bool, typer.Option("--append", help="Let a new job append to a file that holds outputs already.")
+        bool, typer.Option("--append", help="Let a new job append to a sink that holds outputs already.")
     ] = False,
     key: Annotated[
         str | None, typer.Option(help="Field that messages are partitioned by. Without it, one message at a time.")
@@ -220,11 +230,14 @@ def run(
         typer.Option(min=0, help="Go back to that checkpoint first, see 'dalsegno checkpoints'. [default: the last]"),
     ] = None,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Messages that are processed at a time.")] = 64,
-    checkpoint_interval: Annotated[float, typer.Option(min=0.01, help="Seconds between checkpoints.")] = 5.0,
+    checkpoint_interval: Annotated[
+        float | None, typer.Option(min=0.01, help="Seconds between checkpoints. [default: 5, or 1 with a Kafka sink]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
     """Run an agent over a stream of records; run it again after a crash, and it goes on where it was."""
+    from dalsegno.runners.kafka_client import sink_of
     from dalsegno.runners.local import LocalRunner
     from dalsegno.runners.sinks import JsonLinesSink, open_sink
     from dalsegno.runners.sources import open_source
@@ -246,6 +259,10 @@ def run(
             restore=restore_checkpoint,
         )
         opened_source, opened_sink = open_source(source), open_sink(sink)
+        if until_end:
+            opened_source = _until_end(source)
+        if append and sink.startswith(_KAFKA):
+            opened_sink = sink_of(sink, append=True)
         if isinstance(opened_sink, JsonLinesSink):
             _check_apart(opened_sink.path, source, runner)
             opened_sink = JsonLinesSink(sink, append=append)
@@ -304,6 +321,14 @@ def _run_to_the_end(
         ) from error
     except asyncio.CancelledError as second_signal:
         raise _EndAtOnce(_SIGNAL_CODES.get(str(second_signal), 1)) from None
+
+
+def _until_end(source: str) -> Source:
+    from dalsegno.runners.kafka_client import source_of
+
+    if not source.startswith(_KAFKA):
+        raise DefinitionError(f"--until-end is for Kafka topics; {source!r} has an end of its own")
+    return source_of(source, until_end=True)
 
 
 def _check_apart(sink: Path, source: str, runner: LocalRunner) -> None:
@@ -473,6 +498,8 @@ def _summary(report: RunReport) -> str:
         ("checkpoints", report.checkpoints),
         ("seconds", f"{report.seconds:.2f}"),
     ]
+    if report.lag is not None:
+        rows.insert(-2, ("records yet to be read", report.lag))
     if report.diverged:
         rows.insert(4, ("messages rerun by changed code", report.diverged))
     if report.waiting:
@@ -552,6 +579,8 @@ def _counts(report: RunReport, width: int) -> str:
     counts = f"{report.messages:,} messages, {report.calls_executed:,} calls executed"
     if width >= _NARROW:
         counts += f", {report.calls_replayed:,} replayed"
+    if report.lag is not None:
+        counts += f", lag {report.lag:,}"
     if report.parked:
         counts += f", {len(report.parked)} parked"
     return counts

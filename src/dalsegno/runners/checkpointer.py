@@ -7,8 +7,9 @@ steps, is consistent, and a checkpoint never covers what a crash could take back
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
 from dalsegno.runners.identities import Identities
@@ -16,6 +17,9 @@ from dalsegno.runners.inbox import Entry, Inbox, KeyState
 from dalsegno.runners.report import RunReport
 from dalsegno.runners.retention import Pruner
 from dalsegno.runners.sinks import Sink
+from dalsegno.runners.sources import Source
+
+_T = TypeVar("_T")
 
 UNCOVERED = 1_000
 """This many messages that are finished, or bad records set aside, bring about a checkpoint before its time: what they
@@ -31,27 +35,34 @@ class Reading:
 
 
 class Checkpointer:
-    """Takes checkpoints every *interval* seconds, sooner when that is `due`, as long as something `changed`."""
+    """Takes a checkpoint every *interval* seconds, sooner when it is `due`, as *after* so many finished messages.
+
+    None is taken while nothing `changed`.
+    """
 
     def __init__(
         self,
         checkpoints: CheckpointFile,
         pruner: Pruner,
+        source: Source,
         sink: Sink,
         identities: Identities,
         inbox: Inbox,
         reading: Reading,
         report: RunReport,
         interval: float,
+        after: int,
     ) -> None:
         self._checkpoints = checkpoints
         self._pruner = pruner
+        self._source = source
         self._sink = sink
         self._identities = identities
         self._inbox = inbox
         self._reading = reading
         self._report = report
         self._interval = interval
+        self._after = after
         self._thread = pruner.thread
         self.number = 0
         """That of the last checkpoint."""
@@ -74,7 +85,7 @@ class Checkpointer:
     def cover(self, key: bytes, message: str) -> None:
         """The message is finished."""
         self._covered.append((key, message))
-        if len(self._covered) >= UNCOVERED:
+        if len(self._covered) >= self._after:
             self.due.set()
         self._changes += 1
 
@@ -110,7 +121,7 @@ class Checkpointer:
         checkpoint, entries = self._snapshot()
         covered, self._covered = self._covered, []
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, checkpoint)
+            await self.in_thread(self._write, checkpoint)
         except BaseException:
             self.tainted = True
             raise
@@ -120,6 +131,8 @@ class Checkpointer:
         self._report.checkpoints += 1
         self._inbox.written(entries)
         self._inbox.evict(self._memory)
+        if checkpoint.position is not None:
+            await self._source.checkpointed(checkpoint.position)
         await self._pruner.completed(checkpoint.number, covered, self.due.is_set)
 
     def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
@@ -141,6 +154,17 @@ class Checkpointer:
         self._identities.fill(checkpoint, self._covered, retain=self._pruner.retains)
         return checkpoint, entries
 
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run *function* where checkpoints are written."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
     def _write(self, checkpoint: Checkpoint) -> None:
         self._sink.flush(checkpoint.sink)
         self._checkpoints.commit(checkpoint)
+        self.deliver(checkpoint.sink)
+
+    def deliver(self, state: dict[str, Any]) -> None:
+        """Pass on what the last completed checkpoint, which has this *state* of the sink, keeps for it."""
+        delivered = self._sink.deliver(state)
+        if delivered is not None:
+            self._checkpoints.set_sink(delivered)

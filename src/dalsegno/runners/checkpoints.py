@@ -367,6 +367,16 @@ class CheckpointFile:
         with self._lock, self._errors():
             self._open(self._writer).execute("UPDATE checkpoint SET ids = ?", (ids,))
 
+    def set_sink(self, sink: dict[str, Any]) -> None:
+        """From now on the last completed checkpoint has this state of the sink."""
+        with self._lock, self._errors():
+            connection = self._open(self._writer)
+            row = connection.execute("SELECT number, read, position, sink FROM checkpoint").fetchone()
+            changed = [(*row[:2], None, json.dumps(sink))]
+            if self._sealed is not None:
+                changed = self._sealed.seal("checkpoint", changed)
+            connection.execute("UPDATE checkpoint SET sink = ?", (changed[0][3],))
+
     def begin_run(self) -> bool:
         """Note that a run begins; whether the last one that was noted did not come to `end_run`."""
         with self._lock, self._errors():

@@ -17,7 +17,7 @@ from dalsegno.core.records import TaskActionState
 from dalsegno.errors import RestoreError
 from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile, InboxEntry
 from dalsegno.runners.intake import Intake, OnBadInput
-from dalsegno.runners.message_ids import CONTENT, POSITION, MessageIds
+from dalsegno.runners.message_ids import CONTENT, POSITION, SOURCE, KeyOf, MessageIds
 from dalsegno.runners.recovery import Recovery, RecoveryById, Turns, content_of
 from dalsegno.runners.report import RunReport
 from dalsegno.runners.sources import Source
@@ -43,7 +43,7 @@ class Identities:
         job: str,
         ids: MessageIds,
         source: Source,
-        key_of: Callable[[Any], Any],
+        key_of: KeyOf,
         on_bad_input: OnBadInput,
         report: RunReport,
         checkpoints: CheckpointFile,
@@ -63,11 +63,13 @@ class Identities:
         """Where ids are no positions, numbers from this one on are given in this run."""
         self._last_number = -1
         self._last_id = -1
-        self.recovery = Recovery(job) if self.by_position else RecoveryById(job)
+        self.recovery = (
+            Recovery(job) if ids.kind in (POSITION, SOURCE) else RecoveryById(job, key_of_content=key_of.is_of_content)
+        )
         self.turns = None if source.replays_in_order else Turns(job, release, fail)
         self.intake = Intake(
             source,
-            key_of,
+            key_of.of,
             ids,
             on_bad_input,
             report,

@@ -80,7 +80,11 @@ class KeyState:
 
 
 class Inbox:
-    """Has *room* for that many messages in queues. *start* is called with each key that got something to do."""
+    """Has *room* for that many messages in queues.
+
+    *start* is called with each key that got something to do; *crowded* says whether something else waits for a
+    checkpoint that makes room.
+    """
 
     def __init__(
         self,
@@ -89,12 +93,14 @@ class Inbox:
         report: RunReport,
         room: int,
         start: Callable[[KeyState], None],
+        crowded: Callable[[], bool],
     ) -> None:
         self._checkpoints = checkpoints
         self._identities = identities
         self._report = report
         self.room = room
         self._start = start
+        self._crowded = crowded
         self._keys: OrderedDict[bytes, KeyState] = OrderedDict()
         self.memory_on_disk = False
         """Whether the checkpoint file has memory of keys."""
@@ -123,7 +129,7 @@ class Inbox:
     @property
     def is_crowded(self) -> bool:
         """Whether only a checkpoint makes room."""
-        return self._set_aside >= _SET_ASIDE_IN_MEMORY
+        return self._set_aside >= _SET_ASIDE_IN_MEMORY or self._crowded()
 
     async def wait_for_room(self) -> None:
         """Wait until there may be room."""

@@ -73,7 +73,7 @@ class Intake:
     def __init__(
         self,
         source: Source,
-        key_of: Callable[[Any], Any],
+        key_of: Callable[[SourceItem], Any],
         ids: MessageIds,
         on_bad_input: OnBadInput,
         report: RunReport,
@@ -105,7 +105,7 @@ class Intake:
         if not isinstance(value, BadInput):
             try:
                 if self._by_position:
-                    return self._recovery.met(Message.of(self._key_of(value), str(item.ordinal), value), "")
+                    return self._recovery.met(Message.of(self._key_of(item), str(item.ordinal), value), "")
                 return self._identified(item)
             except (CodecError, InputError) as error:
                 value = BadInput(f"{self._source.describe()}, {_place(item)}", str(error), repr(value)[:2000])
@@ -118,7 +118,7 @@ class Intake:
         return [CoveredMessage(key, message, find(key, message)) for key, message in messages]
 
     def _identified(self, item: SourceItem) -> Message | None:
-        nameless = Message.of(self._key_of(item.value), "", item.value)
+        nameless = Message.of(self._key_of(item), "", item.value)
         content = fingerprint(nameless.tree)
         message = nameless._replace(id=self._id(item, nameless.key_bytes, content))
         if self.known is not None:

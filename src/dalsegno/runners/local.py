@@ -33,12 +33,14 @@ from dalsegno.cipher import PayloadCipher
 from dalsegno.core import codec
 from dalsegno.core.commit import GroupCommit
 from dalsegno.core.environment import Environment
+from dalsegno.core.watch import Watch
 from dalsegno.errors import DefinitionError
 from dalsegno.memory import Leaf, Node
 from dalsegno.operate.operator import Operator
+from dalsegno.runners.checkpointer import UNCOVERED
 from dalsegno.runners.checkpoints import CheckpointFile, CheckpointInfo
 from dalsegno.runners.intake import OnBadInput
-from dalsegno.runners.message_ids import FieldOrFunction, MessageIds, field_or_function
+from dalsegno.runners.message_ids import FieldOrFunction, KeyOf, MessageIds
 from dalsegno.runners.pipeline import OnDivergence, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
 from dalsegno.runners.retention import Retention
@@ -51,6 +53,7 @@ from dalsegno.stores.encrypting import EncryptingStore
 from dalsegno.stores.sqlite import SqliteStore
 
 _PROGRESS_SECONDS = 0.1
+_CHECKPOINT_SECONDS = 5.0
 
 
 class LocalRunner:
@@ -59,9 +62,10 @@ class LocalRunner:
     *store* is a URL or a store; unless given, ``.dalsegno/<job>.db`` below the present directory. *checkpoints* is the
     file that holds the job's checkpoints; unless given, it lies beside an SQLite store, or in memory with a store
     that is in memory. *max_in_flight* bounds the messages that are processed at a time, *checkpoint_interval* is in
-    seconds, and a thousand finished messages bring about a checkpoint before its time; *linger* is how long, in
-    seconds, a record that nobody waits for may wait for company. With a *cipher* all payloads in the store and the
-    checkpoints are encrypted; a job has the same one, or none, in all of its runs.
+    seconds (unless given 5, or 1 with a sink that passes outputs on with each checkpoint), and a thousand finished
+    messages bring about a checkpoint before its time; *linger* is how long, in seconds, a record that nobody waits for
+    may wait for company. With a *cipher* all payloads in the store and the checkpoints are encrypted; a job has the
+    same one, or none, in all of its runs.
 
     *on_failure* says what becomes of a message whose action raises: ``"stop"`` ends the run with the error, and the
     next run tries the message again; ``"park"`` sets the message aside until it is retried. *max_attempts*, 3 or
@@ -88,7 +92,7 @@ class LocalRunner:
         store: str | TaskActionStore | None = None,
         checkpoints: str | os.PathLike[str] | None = None,
         max_in_flight: int = 64,
-        checkpoint_interval: float = 5.0,
+        checkpoint_interval: float | None = None,
         linger: float = 0.002,
         on_failure: OnFailure = "stop",
         max_attempts: int | None = None,
@@ -113,6 +117,8 @@ class LocalRunner:
         self._max_attempts = max_attempts
         self._rerun = on_divergence == "rerun"
         self._clock: Callable[[], datetime] = functools.partial(datetime.now, UTC)
+        self._checkpoint_after = UNCOVERED
+        self._watch: Watch | None = None
         self._pipeline: Pipeline | None = None
         self._at_once: Callable[[str], None] | None = None
         """Told of the second signal during `run`, for a command that must end even if the run cannot."""
@@ -228,14 +234,15 @@ class LocalRunner:
             raise DefinitionError(f"on_bad_input={on_bad_input!r} is not one of 'stop', 'skip', 'park'")
         report = RunReport(self.job)
         opened = open_source(source)
-        key_of, ids = field_or_function(key, "key"), MessageIds.choose(message_id, opened)
+        key_of, ids = KeyOf.choose(key, opened), MessageIds.choose(message_id, opened)
+        opened_sink = open_sink(sink)
         started = time.monotonic()
         # Each message may hold one thread with a plain action, which waits for a call that needs another one.
         pool = ThreadPoolExecutor(2 * self._max_in_flight, "dalsegno-call")
         try:
             store = self._store if self._cipher is None else EncryptingStore(self._store, self._cipher)
             log = GroupCommit(store.put, linger=self._linger)
-            environment = Environment(self.job, log, _in_pool(pool), self._clock, rerun=self._rerun)
+            environment = Environment(self.job, log, _in_pool(pool), self._clock, rerun=self._rerun, watch=self._watch)
             self._pipeline = Pipeline(
                 agent=self.agent,
                 environment=environment,
@@ -244,12 +251,13 @@ class LocalRunner:
                 store=store,
                 checkpoints=self._checkpoints,
                 source=opened,
-                sink=open_sink(sink),
+                sink=opened_sink,
                 key_of=key_of,
                 ids=ids,
                 owner=f"process {os.getpid()}",
                 max_in_flight=self._max_in_flight,
-                checkpoint_interval=self._interval,
+                checkpoint_interval=self._interval or opened_sink.checkpoint_interval or _CHECKPOINT_SECONDS,
+                checkpoint_after=self._checkpoint_after,
                 on_bad_input=on_bad_input,
                 park_failures=self._park_failures,
                 max_attempts=self._max_attempts,
@@ -330,7 +338,9 @@ def _check_options(
         )
     if not (isinstance(max_in_flight, int) and max_in_flight >= 1):
         raise DefinitionError(f"max_in_flight={max_in_flight!r}: at least 1 message must be in flight, a whole number")
-    if not (isinstance(checkpoint_interval, (int, float)) and 0 < checkpoint_interval < math.inf):
+    if checkpoint_interval is not None and not (
+        isinstance(checkpoint_interval, (int, float)) and 0 < checkpoint_interval < math.inf
+    ):
         raise DefinitionError(f"checkpoint_interval={checkpoint_interval!r}: give a positive number of seconds")
     if not (isinstance(linger, (int, float)) and 0 <= linger < math.inf):
         raise DefinitionError(f"linger={linger!r}: give a number of seconds, 0 or more")
@@ -409,6 +419,7 @@ class _Refresh:
         report.diverged = counters.diverged
         report.parked = self._pipeline.parked()
         report.seconds = time.monotonic() - self._started
+        report.lag = self._source.lag(self._pipeline.reading.position)
         if self._on_progress is not None:
             read = self._source.progress(self._pipeline.reading.position)
             done, of = self._pipeline.worked_off()

@@ -30,6 +30,23 @@ _WORDS = {
 FieldOrFunction = str | Callable[[Any], Any] | None
 
 
+class KeyOf(NamedTuple):
+    """How messages get their keys."""
+
+    of: Callable[[SourceItem], Any]
+    """The key of an input record; raises `InputError` if it has none."""
+    is_of_content: bool
+    """Whether it is a function of the record's value."""
+
+    @classmethod
+    def choose(cls, key: FieldOrFunction, source: Source) -> KeyOf:
+        """The way for a job with this *key* option and *source*; raises `DefinitionError` for a wrong option."""
+        if key is None and source.gives_keys:
+            return cls(lambda item: item.key, False)
+        of_value = field_or_function(key, "key")
+        return cls(lambda item: of_value(item.value), True)
+
+
 class MessageIds(NamedTuple):
     """One way to make ids. *kind* and *name* are what a checkpoint remembers of it."""
 

@@ -38,7 +38,7 @@ from dalsegno.runners.closing import close_all
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox, KeyState
 from dalsegno.runners.intake import OnBadInput
-from dalsegno.runners.message_ids import MessageIds
+from dalsegno.runners.message_ids import KeyOf, MessageIds
 from dalsegno.runners.parking import Parking
 from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.reader import Reader
@@ -53,6 +53,8 @@ OnDivergence = Literal["strict", "rerun"]
 
 _BUFFERED_PER_SLOT = 16
 _MESSAGES_A_TURN = 4
+_DELIVER_SECONDS = 10.0
+"""How long a run that is stopped tries to deliver outputs; they are in the checkpoint if it cannot."""
 
 _logger = logging.getLogger("dalsegno")
 
@@ -74,11 +76,12 @@ class Pipeline:
         checkpoints: CheckpointFile,
         source: Source,
         sink: Sink,
-        key_of: Callable[[Any], Any],
+        key_of: KeyOf,
         ids: MessageIds,
         owner: str,
         max_in_flight: int,
         checkpoint_interval: float,
+        checkpoint_after: int,
         on_bad_input: OnBadInput,
         park_failures: bool,
         max_attempts: int | None,
@@ -97,6 +100,7 @@ class Pipeline:
         self._checkpoints = checkpoints
         self._source = source
         self._sink = sink
+        sink.belongs_to(job)
         self._owner = owner
         self._go_back_to = go_back_to
         self.went_back = False
@@ -130,11 +134,20 @@ class Pipeline:
             kept_checkpoints=retention.checkpoints,
         )
         room = max_in_flight * _BUFFERED_PER_SLOT
-        self._inbox = inbox = Inbox(checkpoints, identities, report, room, self._start)
+        self._inbox = inbox = Inbox(checkpoints, identities, report, room, self._start, lambda: sink.is_full)
         self._parking = Parking(store, environment, inbox, report)
         self._pruner = Pruner(store, checkpoints, retention, environment.clock)
         self._checkpointer = Checkpointer(
-            checkpoints, self._pruner, sink, identities, inbox, reading, report, checkpoint_interval
+            checkpoints,
+            self._pruner,
+            source,
+            sink,
+            identities,
+            inbox,
+            reading,
+            report,
+            checkpoint_interval,
+            checkpoint_after,
         )
         self._reader = Reader(source, identities, inbox, self._checkpointer, reading, self._all_came, self._pruner)
 
@@ -152,6 +165,7 @@ class Pipeline:
             failure = error
             raise
         finally:
+            self._sink.interrupt(0)
             closings = [self._checkpointer.close, self._sink.close, self._source.close]
             if self._max_attempts is not None and self._restored:
                 closings.append(self._checkpoints.end_run)
@@ -160,6 +174,7 @@ class Pipeline:
     def stop(self) -> None:
         """Start no new call, let those in flight end, take a last checkpoint and return from `run`."""
         self.environment.stop()
+        self._sink.interrupt(_DELIVER_SECONDS)
         self._parking.news.set()
         if self._reads is not None:
             self._cancel(self._reads)
@@ -256,11 +271,12 @@ class Pipeline:
         keys = await self._store.keys()
         if last is not None:
             self._identities.check_kind(last, any_recorded=bool(keys))
-        self._sink.open(last.sink if last else None)
+        await self._checkpointer.in_thread(self._sink.open, last.sink if last else None)
         if self._go_back_to is not None:
             last = self._go_back(last, self._go_back_to)
             self.went_back = True
-            self._sink.open(last.sink)
+            await self._checkpointer.in_thread(self._sink.open, last.sink)
+        self.environment.check_output = self._sink.check
         if last is None:
             # From now on a restart knows how long the sink was before this job wrote to it.
             last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._identities.recorded)
@@ -269,6 +285,7 @@ class Pipeline:
             self._checkpoints.commit(last)
         else:
             self._inbox.memory_on_disk = True
+            await self._checkpointer.in_thread(self._checkpointer.deliver, last.sink)
         self._checkpointer.number = last.number
         self.reading.records, self.reading.position = last.read, last.position
         self._identities.restore(last)
@@ -391,7 +408,7 @@ class Pipeline:
         """The message is done and durable. No await in here: a checkpoint sees all of it or nothing."""
         try:
             for output in result.outputs:
-                self._sink.write(output.value, output.id)
+                self._sink.write_for(entry.message.key, output.value, output.id)
         except BaseException:
             self._checkpointer.tainted = True  # a part of the message's outputs may be in the sink
             raise

@@ -12,7 +12,7 @@ from dalsegno.runners.checkpointer import UNCOVERED, Checkpointer, Reading
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox
 from dalsegno.runners.retention import Pruner
-from dalsegno.runners.sources import Source
+from dalsegno.runners.sources import NO_RECORD, Source
 
 
 class Reader:
@@ -63,7 +63,7 @@ class Reader:
         identities, intake, inbox = self._identities, self._identities.intake, self._inbox
         by_position, recovering = identities.by_position, True
         async for item in await self._source.open(self._reading.position):
-            message = intake.message_of(item)
+            message = None if item.value is NO_RECORD else intake.message_of(item)
             if message is not None:
                 if intake.known is not None:
                     await self._pruner.make_way(message.key_bytes, message.id)

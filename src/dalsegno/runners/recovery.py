@@ -30,7 +30,7 @@ WAIT_SECONDS = 60.0
 
 
 class Recovery:
-    """Recorded messages that are yet to be read again, with ids that are the numbers of their records."""
+    """Recorded messages that are yet to be read again, with ids that no two messages of the job have."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -53,7 +53,7 @@ class Recovery:
         return len(self._keys)
 
     def first_missing(self) -> str:
-        return min(self._keys, key=int)
+        return min(self._keys, key=lambda message: (len(message), message))
 
     def _other_key(self, message: Message, recorded: bytes) -> DivergenceError:
         return DivergenceError(
@@ -64,17 +64,18 @@ class Recovery:
 
 
 class RecoveryById(Recovery):
-    """The same with ids of any kind. A key is a function of the content, so equal contents have one key."""
+    """The same with ids of any kind. With *key_of_content* equal contents have one key, which is checked."""
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, *, key_of_content: bool) -> None:
         super().__init__(job)
+        self._key_of_content = key_of_content
         self._expected: dict[tuple[bytes, str], None] = {}
         self._key_of: dict[str, bytes] = {}
 
     def expect(self, key: bytes, message: str, history: Iterable[TaskActionState]) -> None:
         self._expected[key, message] = None
         content = content_of(history)
-        if content is not None:
+        if content is not None and self._key_of_content:
             self._key_of[content] = key
 
     def met(self, message: Message, content: str) -> Message:

@@ -41,6 +41,8 @@ class RunReport:
     """Input records that came again with the id and content of a message that is known, and were dropped."""
     diverged: int = 0
     """Messages that went on, with ``on_divergence="rerun"``, although the code no longer fitted their record."""
+    lag: int | None = None
+    """How many records of the source were yet to be read, as last known; None for a source that has no such count."""
     checkpoints: int = 0
     seconds: float = 0.0
     stopped_by: str | None = None

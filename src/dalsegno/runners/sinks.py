@@ -1,10 +1,11 @@
 """Where the outputs of a job go, and what of them counts after a crash.
 
-A runner calls ``open``, then ``write`` for each output in order, ``snapshot`` with each checkpoint it takes, ``flush``
-of that snapshot before the checkpoint commits, and ``close``. After a crash a sink is opened with the snapshot of the
-last completed checkpoint, and everything that was written after it is written again. An *exactly-once* sink takes back
-what it holds beyond that snapshot; for that, a runner commits a first checkpoint after ``open(None)`` and before the
-first ``write``. A sink that is not exactly once has then passed some outputs on twice.
+A runner calls ``belongs_to`` and ``open``, then ``write_for`` for each output in order, ``snapshot`` with each
+checkpoint it takes, ``flush`` of that snapshot before the checkpoint commits, ``deliver`` of it after that, and
+``close``. After a crash a sink is opened with the snapshot of the last completed checkpoint, which is delivered, and
+everything that was written after it is written again. An *exactly-once* sink takes back what it holds beyond that
+snapshot; for that, a runner commits a first checkpoint after ``open(None)`` and before the first ``write_for``. A sink
+that is not exactly once has then passed some outputs on twice.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class Sink(ABC):
 
     exactly_once: ClassVar[bool]
     """Whether each output counts once however often the job crashes. If not, some can be passed on again."""
+    checkpoint_interval: ClassVar[float | None] = None
+    """Seconds between checkpoints that fit the sink, for a runner that is not given any; None: it does not matter."""
+
+    def belongs_to(self, job: str) -> None:  # noqa: B027
+        """Told before each ``open`` whose outputs these are."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -48,7 +54,13 @@ class Sink(ABC):
         """Get ready to write after ``state``, the snapshot in the last completed checkpoint (None: there is none).
 
         Takes back what was written after that, if the sink can. Raises RestoreError if the sink no longer holds what
-        ``state`` says, and StoreError if it cannot be written to; nothing is changed then.
+        ``state`` says, and StoreError if it cannot be written to; nothing is changed then. Runs in a thread.
+        """
+
+    def check(self, output: object, output_id: str) -> None:  # noqa: B027
+        """Raise DalSegnoError for an output that can never be written, while its action can still fail for that.
+
+        Quick; runs on the event loop, from ``open`` on.
         """
 
     @abstractmethod
@@ -59,6 +71,15 @@ class Sink(ABC):
         as not written at all.
         """
 
+    def write_for(self, key: object, output: object, output_id: str) -> None:
+        """``write`` for a sink that wants to know the key of the message whose output it is."""
+        self.write(output, output_id)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no message is to be admitted before the next checkpoint, which makes room."""
+        return False
+
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """Say what has been written so far, as a JSON-able dict. Quick; runs on the event loop."""
@@ -66,6 +87,18 @@ class Sink(ABC):
     @abstractmethod
     def flush(self, state: dict[str, Any]) -> None:
         """Make all that ``state``, a snapshot, covers durable, or raise StoreError. Runs in a thread, beside writes."""
+
+    def deliver(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """The checkpoint that has ``state`` is durable: pass on what it keeps for that, exactly once.
+
+        Also called after ``open``, as it is not known then how far that came. Gives what the checkpoint is to have as
+        the sink's state from now on, None if that stays. May wait for a service; runs in a thread, beside writes.
+        Raises StoreError if it cannot be passed on now; it is tried again after the next ``open``.
+        """
+        return None
+
+    def interrupt(self, seconds: float) -> None:  # noqa: B027
+        """The run is to end: what waits in ``open`` or ``deliver`` may do so for so many seconds more. Any thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -260,7 +293,12 @@ class _PassingSink(Sink):
     exactly_once = False
 
     def open(self, state: dict[str, Any] | None) -> None:
-        pass
+        if state and state.get("outputs"):
+            raise RestoreError(
+                f"The last checkpoint keeps {len(state['outputs']):,} outputs that {state.get('kind', 'its sink')!r} "
+                f"may not have yet, and they would be lost with {self.describe()} as the sink. Run the job with its "
+                "sink once more, or give it a new name."
+            )
 
     def snapshot(self) -> dict[str, Any]:
         return {}
@@ -333,7 +371,8 @@ class NullSink(_PassingSink):
 
 
 def open_sink(spec: object) -> Sink:
-    """Find the sink for None (drop outputs), ``"-"`` (standard output), a path (JSON Lines) or a callable.
+    """Find the sink for None (drop outputs), ``"-"`` (standard output), a path (JSON Lines), a callable, or
+    ``kafka://HOST:PORT/TOPIC``.
 
     A :class:`Sink` is given back as it is; anything else is a DefinitionError.
     """
@@ -345,6 +384,10 @@ def open_sink(spec: object) -> Sink:
         return spec
     if spec == "-":
         return StdoutSink()
+    if isinstance(spec, str) and spec.startswith("kafka://"):
+        from dalsegno.runners.kafka_client import sink_of
+
+        return sink_of(spec)
     if isinstance(spec, str | os.PathLike):
         return _open_path(Path(spec))
     if callable(spec):

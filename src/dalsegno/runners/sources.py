@@ -29,7 +29,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
+from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, TypeVar
 
 from dalsegno.errors import DalSegnoError, DefinitionError, InputError, RestoreError
 from dalsegno.runners.lines import (
@@ -48,6 +48,7 @@ from dalsegno.runners.lines import (
 )
 
 __all__ = [
+    "NO_RECORD",
     "AsyncIterableSource",
     "BadInput",
     "CsvSource",
@@ -64,6 +65,15 @@ _BATCH_ITEMS = 2048
 _CSV_FIELD_CHARS = 1 << 26
 
 
+class _NoRecord:
+    def __repr__(self) -> str:
+        return "NO_RECORD"
+
+
+NO_RECORD: Final = _NoRecord()
+"""The value of an item that is no record: it only says, with the ordinal of the record before it, where reading is."""
+
+
 class SourceItem(NamedTuple):
     """One input record: its number in the source (from 0), its value, the position after it, and maybe an id."""
 
@@ -72,6 +82,8 @@ class SourceItem(NamedTuple):
     position: dict[str, Any]
     id: str | None = None
     """Where the source gives ids: the same whenever the record comes, and another one than any other record's."""
+    key: Any = None
+    """Where the source gives keys: the message key, the same whenever the record comes."""
 
 
 class Source(ABC):
@@ -89,6 +101,8 @@ class Source(ABC):
     """
     gives_ids: ClassVar[bool] = False
     """Whether each item has an id; it then names the message, unless the job is given a ``message_id``."""
+    gives_keys: ClassVar[bool] = False
+    """Whether each item has a key; messages are then partitioned by it, unless the job is given a ``key``."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -101,6 +115,16 @@ class Source(ABC):
     @abstractmethod
     def progress(self, position: dict[str, Any] | None) -> int:
         """How much was read at a position, in the unit of :meth:`total`."""
+
+    def lag(self, position: dict[str, Any] | None) -> int | None:
+        """How many records were yet to be read at a position, as last known; None for a source that has no such count.
+
+        For sources that others write to while they are read.
+        """
+        return None
+
+    async def checkpointed(self, position: dict[str, Any]) -> None:  # noqa: B027
+        """A checkpoint with this position is complete, so nothing before it is read again. Must not raise or wait."""
 
     @abstractmethod
     async def open(self, position: dict[str, Any] | None) -> AsyncIterator[SourceItem]:
@@ -352,7 +376,8 @@ class AsyncIterableSource(_CountedSource):
 
 
 def open_source(spec: object) -> Source:
-    """Find the source for a path (``.csv``, ``.tsv``, else JSON Lines), ``"-"``, or an iterable, async or not.
+    """Find the source for a path (``.csv``, ``.tsv``, else JSON Lines), ``"-"``, an iterable, async or not, or
+    ``kafka://HOST:PORT/TOPIC``.
 
     A :class:`Source` is given back as it is; anything else is a DefinitionError.
     """
@@ -373,6 +398,10 @@ def open_source(spec: object) -> Source:
 def _open_path(spec: str | os.PathLike[str]) -> Source:
     if spec == "":
         raise DefinitionError("The path of the source is empty. Give a path, or '-' for standard input.")
+    if isinstance(spec, str) and spec.startswith("kafka://"):
+        from dalsegno.runners.kafka_client import source_of
+
+        return source_of(spec)
     suffix = Path(spec).suffix.lower()
     if suffix in (".csv", ".tsv"):
         return CsvSource(spec, delimiter="," if suffix == ".csv" else "\t")

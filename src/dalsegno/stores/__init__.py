@@ -1,9 +1,9 @@
 """Where task action states are kept: `open_store` chooses by URL.
 
-Modules: ``base`` is the contract, ``memory`` its model, ``sqlite`` the embedded default, ``wrapping`` the base of
-stores around another one. A store of another package
-registers the scheme of its URLs as an entry point of the group ``dalsegno.stores``; its object takes the URL and
-returns a `TaskActionStore`. Whether it keeps the contract is what `dalsegno.testing.stores` tests.
+Modules: ``base`` is the contract, ``memory`` its model, ``sqlite`` the embedded default, ``kafka`` a topic for each
+job, ``wrapping`` the base of stores around another one. A store of another package registers the scheme of its URLs as
+an entry point of the group ``dalsegno.stores``; its object takes the URL and returns a `TaskActionStore`. Whether it
+keeps the contract is what `dalsegno.testing.stores` tests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ENTRY_POINTS = "dalsegno.stores"
 def open_store(url: str | TaskActionStore) -> TaskActionStore:
     """The store that *url* names, not yet open; a store is returned as it is.
 
-    ``memory://``, ``sqlite:///relative.db``, ``sqlite:////absolute.db``, or the scheme of an installed package. Raises
-    `DefinitionError` for anything else.
+    ``memory://``, ``sqlite:///relative.db``, ``sqlite:////absolute.db``, ``kafka://host:port/prefix``, or the
+    scheme of an installed package. Raises `DefinitionError` for anything else.
     """
     if isinstance(url, TaskActionStore):
         return url
@@ -64,7 +64,20 @@ def _sqlite(url: str, rest: str) -> TaskActionStore:
     return SqliteStore(Path(name).expanduser())
 
 
-_BUILT_IN = {"memory": _memory, "sqlite": _sqlite}
+def _kafka(url: str, rest: str) -> TaskActionStore:
+    try:
+        from dalsegno.stores.kafka import KafkaStore
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "confluent_kafka":
+            raise
+        raise DefinitionError(
+            f"{url.partition('?')[0]!r}: the Kafka store needs the package confluent-kafka: pip install"
+            " 'dalsegno[kafka]'"
+        ) from error
+    return KafkaStore(url)
+
+
+_BUILT_IN = {"memory": _memory, "sqlite": _sqlite, "kafka": _kafka}
 
 
 def _third_party(point: EntryPoint, url: str) -> TaskActionStore:
