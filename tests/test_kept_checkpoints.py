@@ -480,3 +480,14 @@ def test_a_failed_action_does_not_disturb_what_is_kept(world: World, tools: Tool
     run(world.runner(calling(tools), keep_checkpoints=3, restore=2), of(*range(9)), world.out, key="k", **ids)
     assert Counter(tools.made) == Counter([*range(9), 7])
     assert [n for n, _ in outputs(world)] == list(range(9))
+
+
+class _Final(JsonLinesSink):
+    goes_back: ClassVar[bool] = False
+
+
+def test_a_sink_that_takes_nothing_back_is_refused_before_anything_changes(world: World, tools: Tools) -> None:
+    runner = grown(world, tools, 6)
+    with pytest.raises(RestoreError, match="cannot be taken back, and would be written twice"):
+        run(world.runner(calling(tools), restore=2), of(*range(6)), _Final(world.out), key="k")
+    assert numbers(runner) == [1, 2, 3]

@@ -317,6 +317,11 @@ class Pipeline:
             raise _not_kept(self._job, number, kept)
         if number == last.number:
             return last
+        if not self._sink.goes_back:
+            raise RestoreError(
+                f"job {self._job!r} cannot go back to checkpoint {number}: what was written to "
+                f"{self._sink.describe()} since cannot be taken back, and would be written twice"
+            )
         head = self._checkpoints.kept_head(number)
         if head.ids != self._identities.recorded:
             raise RestoreError(
