@@ -38,6 +38,7 @@ def crash_everywhere(
     pairs: int = 100,
     case: str | None = None,
     checkpoint_after: int = 3,
+    clock_jumps: float = 0.0,
     on_case: OnCase | None = None,
     **options: Any,
 ) -> CrashReport:
@@ -57,7 +58,8 @@ def crash_everywhere(
     and *options* are those of `LocalRunner`. *store* is a URL, with ``{folder}`` for a folder of each history, or makes
     a store from such a folder; each life opens it anew. *outside* is what the agent's tools act on; it is reset before
     each history. Waiting takes no time. ``random`` is seeded anew in each life, so that a model stand-in that uses it
-    answers otherwise each time. *checkpoint_after* so many messages a checkpoint is taken. *case* runs one history
+    answers otherwise each time. *checkpoint_after* so many messages a checkpoint is taken. The clock on the wall
+    jumps by up to *clock_jumps* seconds, forward or back, in each life and between lives. *case* runs one history
     alone, as the report names it. *on_case* is told of the report and the number of cases that are planned.
 
     Raises `CrashTestFailed`, an `AssertionError`, with the shortest case that fails, and `DefinitionError` for wrong
@@ -69,7 +71,7 @@ def crash_everywhere(
         raise DefinitionError("crash_everywhere needs an agent and at least one input")
     report = CrashReport()
     for one in agents:
-        job = Job(one, given, store, outside, checkpoint_after, seed, key, {"max_in_flight": 4, **options})
+        job = Job(one, given, store, outside, checkpoint_after, clock_jumps, seed, key, {"max_in_flight": 4, **options})
         report = _Campaign(job, pairs, on_case).run(_parsed(case))
         if not report.passed:
             raise CrashTestFailed(report)

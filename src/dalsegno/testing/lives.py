@@ -42,6 +42,7 @@ class Job:
     store: MakeStore = "memory://"
     outside: Outside | None = None
     checkpoint_after: int = 3
+    clock_jumps: float = 0.0
     seed: int = 0
     key: Any = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -101,9 +102,9 @@ class Lives:
             loop.close()
 
     async def _live(self, strike: Strike | None, loop: VirtualLoop) -> Ended:
-        life = Life(self.world, strike, loop)
+        life = Life(self.world, strike, loop, self.job.clock_jumps)
         store = WatchedStore(self.store(), life, loop, self._take_over)
-        runner = self._runner(store, self.watch(life), loop)
+        runner = self._runner(store, life, loop)
         checkpoints = WatchedCheckpoints(self.world.checkpoint_file, self.job.options.get("cipher"))
         checkpoints.life = life
         runner._checkpoints = checkpoints
@@ -131,7 +132,7 @@ class Lives:
     def _succeed(self) -> None:
         self.successors.append(self.live())
 
-    def _runner(self, store: TaskActionStore, watch: Watch, loop: VirtualLoop) -> LocalRunner:
+    def _runner(self, store: TaskActionStore, life: Life, loop: VirtualLoop) -> LocalRunner:
         runner = LocalRunner(
             self.job.make_agent(),
             job=self.world.job,
@@ -139,9 +140,9 @@ class Lives:
             checkpoints=self.world.checkpoint_file,
             **self.job.options,
         )
-        runner._watch = watch
+        runner._watch = self.watch(life)
         runner._checkpoint_after = self.job.checkpoint_after
-        runner._clock = lambda: START + timedelta(seconds=loop.time())
+        runner._clock = lambda: START + timedelta(seconds=loop.time() + life.clock_error)
         return runner
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -175,7 +176,13 @@ class World:
 class Life:
     """One life in *world*. It is *struck* at one boundary, or lives to its end."""
 
-    def __init__(self, world: World, strike: Strike | None, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, world: World, strike: Strike | None, loop: asyncio.AbstractEventLoop, clock_jumps: float = 0.0
+    ) -> None:
+        self._jumps = random.Random(f"{world.seed} clock {len(world.lives)}")
+        self._clock_jumps = clock_jumps
+        self.clock_error = self._jump()
+        """How far, in seconds, the clock on the wall is from the time that has passed."""
         self.world = world
         self.strike = strike
         self.boundaries: list[Boundary] = []
@@ -195,6 +202,8 @@ class Life:
         self.check_alive()
         here = Boundary(next(self._numbers), kind, what)
         self.boundaries.append(here)
+        if self._clock_jumps and here.number % 8 == 0:
+            self.clock_error = self._jump()
         hit = self.strike if self.strike is not None and self.strike.number == here.number else None
         if hit is not None and hit.how != "after":
             self.struck = here
@@ -213,6 +222,9 @@ class Life:
             self.die()
         if failure is not None:
             raise failure
+
+    def _jump(self) -> float:
+        return self._jumps.uniform(-self._clock_jumps, self._clock_jumps)
 
     def check_may_go_on(self, what: str) -> None:
         """Blame a step that the world can tell and that comes although the process must not go on."""
