@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RAN = pytest.StashKey[list[dict[str, Any]]]()
 """What each call of the fixture in a test has run."""
 _SUMMARY = "dalsegno_crash_everywhere"
+_SEED = "dalsegno_crash_seed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
         "nor the command line says; with parts=N the test is run N times, each time with one part of all histories",
     )
     if config.option.crash_seed == "random":
-        config.option.crash_seed = random.SystemRandom().randrange(2**31)  # the workers of pytest-xdist get the number
+        given: dict[str, Any] = getattr(config, "workerinput", {})
+        config.option.crash_seed = given.get(_SEED) or random.SystemRandom().randrange(1, 2**31)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist, which reads the command line itself, the seed that was picked."""
+    node.workerinput[_SEED] = node.config.option.crash_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -72,6 +72,7 @@ def crash_everywhere(
     Raises `CrashTestFailed`, an `AssertionError`, with the shortest case that fails, and `DefinitionError` for wrong
     options.
     """
+    __tracebackhide__ = True
     agents = [*agent] if isinstance(agent, Sequence) else [agent]
     given = [*inputs]
     if not agents or not given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -99,8 +99,11 @@ class CrashEverywhere:
 class _Progress:
     """One line in a terminal, written anew as histories are run, and gone at the end."""
 
-    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+    def __init__(
+        self, terminal: pytest.TerminalReporter, uncaptured: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._terminal = terminal
+        self._uncaptured = uncaptured
         self._shown = -_PROGRESS_SECONDS
         self._begun = False
 
@@ -110,19 +113,23 @@ class _Progress:
         terminal: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
         if terminal is None or not terminal.isatty or config.get_verbosity() < 0:
             return None
-        return cls(terminal)
+        capture: Any = config.pluginmanager.get_plugin("capturemanager")
+        return cls(terminal, nullcontext if capture is None else capture.global_and_fixture_disabled)
 
     def show(self, done: int, planned: int) -> None:
         if time.monotonic() - self._shown < _PROGRESS_SECONDS:
             return
-        if not self._begun:
-            self._terminal.ensure_newline()
-            self._begun = True
-        self._terminal.rewrite(f"crash_everywhere: {done} of {planned} histories", erase=True)
-        self._terminal.flush()
+        with self._uncaptured():
+            if not self._begun:
+                self._terminal.ensure_newline()
+                self._begun = True
+            self._terminal.rewrite(f"crash_everywhere: {done} of {planned} histories", erase=True)
+            self._terminal.flush()
         self._shown = time.monotonic()
 
     def end(self) -> None:
         if self._begun:
-            self._terminal.rewrite("", erase=True)
-            self._terminal.rewrite("")
+            with self._uncaptured():
+                self._terminal.rewrite("", erase=True)
+                self._terminal.rewrite("")
+                self._terminal.flush()
