@@ -73,6 +73,15 @@ class Reviewer(Agent):
         ctx.send_event(OutputEvent(output=[event.text, event.receipt, one, other, sent]))
 
 
+class Asking(Agent):
+    """Waits for nothing but models, so each run takes the same steps."""
+
+    @action(InputEvent)
+    async def ask(self, event: InputEvent, ctx: RunnerContext) -> None:
+        answer = await ctx.durable_execute(ask, event.input["text"], effect="read")
+        ctx.send_event(OutputEvent(output=await ctx.durable_execute(ask, answer, effect="read")))
+
+
 class Unsettled(Agent):
     """Its charge is in doubt after a crash, and nobody can tell."""
 

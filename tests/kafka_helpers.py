@@ -17,7 +17,7 @@ from tests.services.kafka import Kafka
 
 
 def admin(kafka: Kafka) -> AdminClient:
-    return AdminClient({**kafka.client_settings})
+    return AdminClient({**kafka.client_settings, "log_level": 0})
 
 
 def topics(kafka: Kafka, prefix: str) -> list[str]:

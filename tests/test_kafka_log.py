@@ -136,8 +136,15 @@ async def test_a_topic_that_is_made_anew_under_a_running_job_stops_it(place: Pla
             await store.put([step(b"1", f"m{number}")])
         delete_topics(place.kafka, place.topic())
         create_topic(place.kafka, place.topic(), 4)
+
+        async def keep_writing() -> None:
+            # The log that is being deleted may still take something.
+            for number in range(20):
+                await store.put([step(b"1", f"n{number}")])
+                await asyncio.sleep(0.1)
+
         with pytest.raises(StoreError) as stopped:
-            await store.put([step(b"1", "n")])
+            await keep_writing()
         with pytest.raises(StoreError):
             await store.put([step(b"1", "later")])
     assert place.prefix in str(stopped.value)

@@ -175,6 +175,32 @@ def test_a_batch_that_is_delivered_is_kept_no_longer(job: TopicJob) -> None:
     assert state["batch"] == marker(job) >= 1
 
 
+def test_a_process_that_was_killed_in_its_transaction_does_not_hold_up_the_next_one(
+    job: TopicJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had begun is ended by the next run and not by its time, which is a quarter of an hour."""
+    real = Transactions._in_steps
+    left: list[Any] = []
+
+    def killed(self: Transactions, request: Callable[[float], Any]) -> None:
+        producer = self._producer
+        if producer is not None and request == producer.commit_transaction and self._written == 0:
+            producer.flush(MINUTE)
+            left.append(producer)
+            self._producer = None  # else it would end the transaction when it is closed
+            raise Crash
+        real(self, request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transactions, "_in_steps", killed)
+        with pytest.raises(Crash):
+            job.run(sink={"config": {"transaction.timeout.ms": 900_000}})
+    assert len(left) == 1
+    runner = job.runner()
+    Running(lambda: runner.run(job.kafka_source(), job.kafka_sink()), runner.stop).result()
+    assert complete(job)
+
+
 @pytest.mark.parametrize("code", ["_TRANSPORT", "_TIMED_OUT", "_FENCED", "UNKNOWN_PRODUCER_ID"])
 def test_an_answer_that_was_lost_is_found_out(job: TopicJob, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """The transaction is committed, and the client says that it failed."""
@@ -533,6 +559,25 @@ def test_a_record_survives_the_checkpoint_as_it_was() -> None:
     assert Outgoing.of_json(json.loads(json.dumps(record.as_json()))) == record
     assert Outgoing("t", None, b"", []) == Outgoing.of_json(Outgoing("t", None, b"", []).as_json())
     assert Marker(1, "r").batch == 1
+
+
+def test_wrong_credentials_are_one_clear_error(private_kafka: Callable[..., Kafka], tmp_path: Path) -> None:
+    server = private_kafka(security="SASL_PLAINTEXT", scram_users={"ann": "secret"})
+    given = {name: value for name, value in server.client_settings.items() if name != "bootstrap.servers"}
+    with server.topic() as sink:
+        job = TopicJob(tmp_path, server.url, "unused", sink)
+        with pytest.raises(StoreError, match=r"not let in: .*uthentication failed"):
+            job.runner().run([1], job.kafka_sink(config={**given, "sasl.password": "wrong"}))
+        assert job.runner().run([1], job.kafka_sink(config=given)).outputs == 1
+
+
+def test_settings_that_the_broker_refuses_end_the_run(job: TopicJob) -> None:
+    with pytest.raises(StoreError, match="Transaction timeout is larger"):
+        job.run(sink={"config": {"transaction.timeout.ms": 2_000_000}})
+    with pytest.raises(DefinitionError, match="the Kafka client does not take its settings"):
+        job.run(sink={"config": {"no.such.setting": 1}})
+    job.run()
+    assert complete(job)
 
 
 @pytest.mark.parametrize(

@@ -674,7 +674,7 @@ def test_a_checkpoint_file_of_the_first_version_goes_on(tmp_path: Path, tools: T
     with pytest.raises(RestoreError, match="that cannot change once a job has read input"):
         run(world.runner(calling(tools), **options), records, world.out, key="k", message_id="n")
     with closing(sqlite3.connect(world.checkpoints())) as file:
-        assert file.execute("PRAGMA user_version").fetchone() == (2,)
+        assert file.execute("PRAGMA user_version").fetchone() == (3,)
     report = run(world.runner(calling(tools), on_failure="park", **options), records, world.out, key="k")
     assert [parked.message_id for parked in report.parked] == ["1"]
     with closing(world.store().inspect()) as inspector:

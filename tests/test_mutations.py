@@ -286,7 +286,7 @@ MUTATIONS = [
                 "covered, self._covered = self._covered, []",
                 """
                 covered, self._covered = self._covered, []
-                await self._store.prune(Covered(checkpoint.number, covered))
+                await self._pruner.completed(checkpoint.number, covered, self.due.is_set)
                 """,
             )
         ],

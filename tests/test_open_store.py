@@ -68,7 +68,7 @@ def test_memory_and_stores_as_they_are() -> None:
         ("memory://x", "'memory://'"),
         ("agent.db", "'sqlite:///agent.db'"),
         ("", "not the URL"),
-        ("postgresql://localhost/agents", "memory://, sqlite://"),
+        ("mysql://localhost/agents", "memory://, postgres://, postgresql://, sqlite://"),
         ("SQLITE:///agent.db", "sqlite://"),
         (None, "NoneType"),
         (Path("agent.db"), "Path"),
@@ -78,6 +78,12 @@ def test_what_is_refused(url: str, message: str) -> None:
     with pytest.raises(DefinitionError, match=message) as refused:
         open_store(url)
     assert repr(url) in str(refused.value)
+
+
+def test_no_password_is_shown() -> None:
+    with pytest.raises(DefinitionError, match=r"'postgresql\+psycopg://ann:\.\.\.@host/db'") as refused:
+        open_store("postgresql+psycopg://ann:se:cr@et@host/db?password=secret")
+    assert not any(part in str(refused.value) for part in ("se:cr", "et@", "secret"))
 
 
 @pytest.mark.usefixtures("registered")

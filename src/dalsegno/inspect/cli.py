@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -220,6 +221,14 @@ def run(
         ),
     ] = OnDivergenceChoice.strict,
     wait: Annotated[bool, typer.Option("--wait", help="Do not end while a message waits for a signal.")] = False,
+    keep_checkpoints: Annotated[int, typer.Option(min=1, help="So many of the last checkpoints can be restored.")] = 1,
+    keep_history: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Keep finished messages for so long, as 12h or 7d. [default: 0]")
+    ] = None,
+    restore_checkpoint: Annotated[
+        int | None,
+        typer.Option(min=0, help="Go back to that checkpoint first, see 'dalsegno checkpoints'. [default: the last]"),
+    ] = None,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Messages that are processed at a time.")] = 64,
     checkpoint_interval: Annotated[
         float | None, typer.Option(min=0.01, help="Seconds between checkpoints. [default: 5, or 1 with a Kafka sink]")
@@ -245,6 +254,9 @@ def run(
             max_attempts=max_attempts,
             on_divergence=on_divergence.value,
             cipher=None if cipher is None else load_cipher(cipher),
+            keep_checkpoints=keep_checkpoints,
+            keep_history=None if keep_history is None else _time(keep_history),
+            restore=restore_checkpoint,
         )
         opened_source, opened_sink = open_source(source), open_sink(sink)
         if until_end:
@@ -266,6 +278,17 @@ def run(
         to = sys.stderr if sink == "-" else sys.stdout
         print(_as_json(report) if as_json else _summary(report), file=to, flush=True)
     raise typer.Exit(code)
+
+
+def _time(text: str) -> timedelta:
+    """What ``90s``, ``30m``, ``12h`` or ``7d`` means."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    try:
+        if found is not None:
+            return timedelta(seconds=float(found[1]) * {"s": 1, "m": 60, "h": 3_600, "d": 86_400}[found[2]])
+    except OverflowError:
+        pass
+    raise DefinitionError(f"{text!r} is not a time: write a number and s, m, h or d, as in 12h or 7d")
 
 
 def _run_to_the_end(

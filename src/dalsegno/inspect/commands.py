@@ -1,4 +1,4 @@
-"""The commands that look into a store and decide: ``runs``, ``show``, ``resolve``, ``retry``, ``signal``.
+"""The commands that look and decide: ``runs``, ``show``, ``checkpoints``, ``resolve``, ``retry``, ``signal``.
 
 They own no job, so they work while it runs. Exit code 0: shown or decided, also if the same was decided before; 1: what
 is named is not there, is not to be decided, or was decided otherwise; 2: wrong usage; 4: decided, or found, but
@@ -48,7 +48,7 @@ class StateChoice(StrEnum):
 
 def add_commands(app: typer.Typer) -> None:
     """Make the commands of this module commands of *app*."""
-    for command in (runs, show, resolve, retry):
+    for command in (runs, show, checkpoints, resolve, retry):
         app.command()(command)
     app.command("signal")(send_signal)
 
@@ -145,6 +145,30 @@ def _show_one(
         output.show_message(info, message, as_json)
     else:
         output.show_call(info, message, call, as_json)
+
+
+def checkpoints(
+    job: Job,
+    store: Store = None,
+    file: Annotated[
+        str | None,
+        typer.Option("--checkpoints", help="File of the job's checkpoints. [default: beside the store]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a job that 'dalsegno run --restore-checkpoint' can go back to."""
+    from dalsegno.inspect import output
+    from dalsegno.runners.checkpoints import CheckpointFile
+    from dalsegno.runners.local import checkpoint_path
+    from dalsegno.stores import open_store
+    from dalsegno.stores.default import default_store_path
+
+    place = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
+    path = checkpoint_path(job, place, file)
+    if path is None:
+        raise DefinitionError("a store in memory has no checkpoints that another process could see")
+    kept = CheckpointFile(path)
+    output.show_checkpoints(kept.kept_of(job), as_json)
 
 
 # --- deciding ---

@@ -29,6 +29,7 @@ from dalsegno.operate.views import (
 )
 
 if TYPE_CHECKING:
+    from dalsegno.runners.checkpoints import CheckpointInfo
     from dalsegno.stores.base import JobInfo
 
 _CUT_LIST = 90
@@ -51,6 +52,22 @@ def show_runs(found: Sequence[tuple[str, JobInfo]], failures: Sequence[str], as_
         _print_table(table)
     for failure in failures:
         print(f"cannot be read: {printable(failure)}")
+
+
+def show_checkpoints(kept: Sequence[CheckpointInfo], as_json: bool) -> None:
+    if as_json:
+        _print_json(
+            {"checkpoints": [each._asdict() | {"taken": each.taken and each.taken.isoformat()} for each in kept]}
+        )
+        return
+    if not kept:
+        print("no checkpoint was taken yet")
+        return
+    table = _table("checkpoint>", "taken", "records read>")
+    for each in kept:
+        taken = each.taken.astimezone().isoformat(" ", "seconds") if each.taken else "not noted"
+        table.add_row(*_texts(f"{each.number}", taken, f"{each.read:,}"))
+    _print_table(table)
 
 
 def show_messages(info: JobInfo, summaries: Iterator[MessageSummary], limit: int, lens: Lens, as_json: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,9 +15,9 @@ from dalsegno.runners.checkpoints import Checkpoint, CheckpointFile
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox, KeyState
 from dalsegno.runners.report import RunReport
+from dalsegno.runners.retention import Pruner
 from dalsegno.runners.sinks import Sink
 from dalsegno.runners.sources import Source
-from dalsegno.stores.base import Covered, TaskActionStore
 
 _T = TypeVar("_T")
 
@@ -44,7 +43,7 @@ class Checkpointer:
     def __init__(
         self,
         checkpoints: CheckpointFile,
-        store: TaskActionStore,
+        pruner: Pruner,
         source: Source,
         sink: Sink,
         identities: Identities,
@@ -55,7 +54,7 @@ class Checkpointer:
         after: int,
     ) -> None:
         self._checkpoints = checkpoints
-        self._store = store
+        self._pruner = pruner
         self._source = source
         self._sink = sink
         self._identities = identities
@@ -64,8 +63,7 @@ class Checkpointer:
         self._report = report
         self._interval = interval
         self._after = after
-        # Of its own: the loop's threads may all be taken by what an agent calls.
-        self._thread = ThreadPoolExecutor(1, "dalsegno-checkpoint")
+        self._thread = pruner.thread
         self.number = 0
         """That of the last checkpoint."""
         self.due = asyncio.Event()
@@ -116,6 +114,8 @@ class Checkpointer:
             if self._changes != seen and not self.tainted:
                 seen = self._changes
                 await self._checkpoint()
+            elif not self.tainted:
+                await self._pruner.drain(self.due.is_set)  # time passes also where nothing comes
 
     async def _checkpoint(self) -> None:
         checkpoint, entries = self._snapshot()
@@ -133,7 +133,7 @@ class Checkpointer:
         self._inbox.evict(self._memory)
         if checkpoint.position is not None:
             await self._source.checkpointed(checkpoint.position)
-        await self._store.prune(Covered(checkpoint.number, covered))
+        await self._pruner.completed(checkpoint.number, covered, self.due.is_set)
 
     def _snapshot(self) -> tuple[Checkpoint, list[Entry]]:
         """What changed, taken in one step; only references to the changed keys' memory are copied."""
@@ -147,8 +147,11 @@ class Checkpointer:
             {key: state.memory for key, state in changed.items()},
             [self._identities.inbox_entry(entry.ordinal, entry.message, entry.parked) for entry in entries],
             finished,
+            keep=self._pruner.retention.checkpoints,
+            taken=self._pruner.now(),
+            pruned=self._pruner.pruned_through,
         )
-        self._identities.fill(checkpoint, self._covered)
+        self._identities.fill(checkpoint, self._covered, retain=self._pruner.retains)
         return checkpoint, entries
 
     async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:

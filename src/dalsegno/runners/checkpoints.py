@@ -12,13 +12,13 @@ not at all; the table ``seal`` says that it is, and its one row, that the key is
 
 from __future__ import annotations
 
-import itertools
 import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +26,14 @@ from dalsegno.cipher import PayloadCipher, needs_cipher
 from dalsegno.core import codec
 from dalsegno.errors import RecordError, RestoreError, StoreError
 from dalsegno.memory import EMPTY, Node, to_json
+from dalsegno.runners import kept_rows
 from dalsegno.runners.checkpoint_rows import RowReader
+from dalsegno.runners.kept_rows import FinishedMessage, write
 from dalsegno.runners.sealed_rows import Row, SealedRows
-from dalsegno.stores.sqlite_schema import text
+from dalsegno.stores.sqlite_schema import text, transaction
 
 _APPLICATION_ID = 0x44532E43  # "DS.C"
-_VERSION = 2
-_ROWS = (512, 32, 1)
+_VERSION = 3
 _SCHEMA = """
 CREATE TABLE job (name TEXT NOT NULL, agent TEXT NOT NULL, store TEXT NOT NULL);
 CREATE TABLE checkpoint (
@@ -52,8 +53,10 @@ ALTER TABLE inbox ADD COLUMN message;
 CREATE INDEX inbox_of_message ON inbox (key, message) WHERE message IS NOT NULL;
 CREATE TABLE covered (key BLOB NOT NULL, message NOT NULL, content TEXT);
 """,
+    3: kept_rows.SCHEMA,
 }
 """What makes each version of the file of the one before it."""
+_SEALED_AS = {"retained": "covered"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,24 @@ class Checkpoint:
     """Numbers below this one were given to messages as ids, where ids are claimed by content."""
     covered: list[CoveredMessage] = field(default_factory=list)
     """The messages that this checkpoint is the first to cover, where their ids do not tell."""
+    retained: list[CoveredMessage] | None = None
+    """All that it is the first to cover, if they are kept in the store for now."""
+    keep: int = 1
+    """So many checkpoints, with this one, can be restored from now on."""
+    taken: float = 0.0
+    """When it was taken, in seconds since 1970."""
+    pruned: int = 0
+    """The checkpoint that the store had been pruned through before this one."""
+
+
+class CheckpointInfo(NamedTuple):
+    """A checkpoint that can be restored."""
+
+    number: int
+    taken: datetime | None
+    """When it was taken, None if a release took it that did not note this."""
+    read: int
+    """How many input records were read by then."""
 
 
 class CheckpointFile:
@@ -136,6 +157,8 @@ class CheckpointFile:
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
         self._lock = threading.Lock()
+        self._keeps = True
+        """Whether there may be something of earlier checkpoints."""
 
     def open(self, job: JobIdentity) -> Checkpoint | None:
         """The last completed checkpoint of *job* (without memory and inbox), None for a new job."""
@@ -158,37 +181,47 @@ class CheckpointFile:
         """Make *checkpoint* the completed one, or leave the last one as it was."""
         rows = _rows(checkpoint)
         if self._sealed is not None:
-            rows = {table: self._sealed.seal(table, of_table) for table, of_table in rows.items()}
+            rows = {table: self._sealed.seal(_SEALED_AS.get(table, table), rows[table]) for table in rows}
         with self._lock, self._errors():
             connection = self._open(self._writer)
             connection.execute("BEGIN IMMEDIATE")
             try:
+                if checkpoint.keep > 1:
+                    changed = {*checkpoint.finished, *(entry.ordinal for entry in checkpoint.inbox)}
+                    kept_rows.remember(connection, [*checkpoint.memory], changed)
                 connection.execute("DELETE FROM checkpoint")
                 connection.execute("INSERT INTO checkpoint VALUES (?, ?, ?, ?, ?, ?)", rows["checkpoint"][0])
-                _write(connection, "INSERT OR REPLACE INTO memory VALUES {}", rows["memory"])
-                _write(
+                write(connection, "INSERT OR REPLACE INTO memory VALUES {}", rows["memory"])
+                write(
                     connection,
                     "DELETE FROM memory WHERE (key) IN (VALUES {})",
                     [(key,) for key, node in checkpoint.memory.items() if not node.fields],
                 )
-                _write(
+                write(
                     connection,
                     "DELETE FROM inbox WHERE (ordinal) IN (VALUES {})",
                     [(ordinal,) for ordinal in checkpoint.finished],
                 )
-                _write(
+                write(
                     connection,
                     "INSERT OR REPLACE INTO inbox (ordinal, key, message, content, parked) VALUES {}",
                     rows["inbox"],
                 )
                 connection.execute("DELETE FROM covered")
-                _write(connection, "INSERT INTO covered VALUES {}", rows["covered"])
-                _write(connection, "INSERT OR REPLACE INTO bad_input VALUES {}", rows["bad_input"])
+                write(connection, "INSERT INTO covered VALUES {}", rows["covered"])
+                write(connection, "INSERT OR REPLACE INTO bad_input VALUES {}", rows["bad_input"])
+                connection.execute("DELETE FROM taken WHERE number <= ?", (checkpoint.number - checkpoint.keep,))
+                times = (checkpoint.number, checkpoint.taken, checkpoint.pruned)
+                connection.execute("INSERT OR REPLACE INTO taken VALUES (?, ?, ?)", times)
+                kept_rows.finish(connection, checkpoint.number, checkpoint.taken, rows["retained"])
+                if checkpoint.keep > 1 or self._keeps:
+                    kept_rows.trim(connection, checkpoint.number - checkpoint.keep + 1)
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+            self._keeps = checkpoint.keep > 1 or checkpoint.retained is not None
 
     def memory(self, key: bytes) -> Node:
         """The short-term memory of *key* in the last completed checkpoint."""
@@ -242,6 +275,93 @@ class CheckpointFile:
             rows = connection.execute("SELECT key, message, content FROM covered").fetchall()
             return [CoveredMessage(*self._rows.covered(row)) for row in self._opened("covered", rows)]
 
+    # What is kept beside the last checkpoint.
+
+    def kept(self) -> Sequence[CheckpointInfo]:
+        """The checkpoints that can be restored, oldest first. Needs no cipher. Raises `StoreError` for no file."""
+        with self._looking() as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+            older = "UNION ALL SELECT number, read FROM kept" if "kept" in tables else ""
+            at = "(SELECT at FROM taken WHERE taken.number = c.number)" if "taken" in tables else "NULL"
+            rows = connection.execute(
+                f"SELECT number, {at}, read FROM (SELECT number, read FROM checkpoint {older}) AS c ORDER BY number"
+            ).fetchall()
+        return [
+            CheckpointInfo(number, None if not at else datetime.fromtimestamp(at, UTC), read)
+            for number, at, read in rows
+        ]
+
+    def kept_of(self, job: str) -> Sequence[CheckpointInfo]:
+        """The same, if the file is that of *job*; raises `RestoreError` otherwise."""
+        with self._looking() as connection:
+            names = [name for (name,) in connection.execute("SELECT name FROM job")]
+        if names and names != [job]:
+            raise RestoreError(f"{self._path} holds the checkpoints of job {names[0]!r}, not of {job!r}")
+        return self.kept()
+
+    def kept_head(self, number: int) -> Checkpoint:
+        """The kept checkpoint *number*, without memory and inbox."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT number, read, position, sink, ids, numbered FROM kept WHERE number = ?", (number,)
+            ).fetchall()
+            head = self._rows.head(self._opened("checkpoint", rows), (None, None))
+        assert head is not None
+        return Checkpoint(*head[:4], ids=head[4], numbered=head[5])
+
+    def go_back(self, number: int) -> None:
+        """Make the kept checkpoint *number* the last completed one, or leave everything as it was."""
+        with self._writing() as connection:
+            kept_rows.go_back(connection, number)
+
+    def oldest(self) -> int:
+        """The number of the oldest checkpoint that can be restored; there is one."""
+        with self._reading() as connection:
+            return kept_rows.oldest(connection)
+
+    def pruned_before(self, last: Checkpoint) -> int:
+        """The checkpoint that the store had been pruned through when *last* was taken."""
+        with self._reading() as connection:
+            row = connection.execute("SELECT pruned FROM taken WHERE number = ?", (last.number,)).fetchone()
+        return last.number - 1 if row is None else int(row[0])
+
+    def retains(self) -> bool:
+        """Whether messages that a checkpoint covers are kept in the store."""
+        with self._reading() as connection:
+            return connection.execute("SELECT 1 FROM finished WHERE NOT pruned LIMIT 1").fetchone() is not None
+
+    def first_finished(self, limit: int) -> Sequence[FinishedMessage]:
+        """Up to *limit* messages that are covered and kept in the store, those first that were covered first."""
+        with self._reading() as connection:
+            return [self._finished(row) for row in kept_rows.first_finished(connection, limit)]
+
+    def find_finished(self, key: bytes, message: str) -> FinishedMessage | None:
+        """A message that is covered and may be kept in the store."""
+        with self._reading() as connection:
+            row = kept_rows.find_finished(connection, key, message)
+        return None if row is None else self._finished(row)
+
+    def mark_pruned(self, messages: Sequence[FinishedMessage]) -> None:
+        """The store does not have *messages* any more."""
+        with self._writing() as connection:
+            kept_rows.mark_pruned(connection, [each.n for each in messages], kept_rows.oldest(connection))
+
+    def covered_since(self, oldest: int) -> dict[int, list[CoveredMessage]]:
+        """What each checkpoint after *oldest* and itself was the first to cover, where that is kept."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT number, key, message, content FROM finished WHERE number >= ? ORDER BY n", (oldest,)
+            ).fetchall()
+            opened = self._opened("covered", [row[1:] for row in rows])
+        found: dict[int, list[CoveredMessage]] = {}
+        for (number, *_), row in zip(rows, opened, strict=True):
+            found.setdefault(number, []).append(CoveredMessage(*self._rows.covered(row)))
+        return found
+
+    def _finished(self, row: Row) -> FinishedMessage:
+        key, message, _ = self._rows.covered((row[3], row[4], None))
+        return FinishedMessage(row[0], row[1], row[2], key, message, bool(row[5]))
+
     def set_ids(self, ids: str) -> None:
         """From now on ids are made in another way; the job has nothing in flight."""
         with self._lock, self._errors():
@@ -284,6 +404,7 @@ class CheckpointFile:
                     connection.close()
             self._reader = self._writer = None
             self._sealed = None
+            self._keeps = True
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -392,6 +513,29 @@ class CheckpointFile:
             else:
                 yield self._open(self._reader)
 
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction of the writer's connection."""
+        with self._lock, self._errors(), transaction(self._open(self._writer)):
+            yield self._open(self._writer)
+
+    @contextmanager
+    def _looking(self) -> Iterator[sqlite3.Connection]:
+        """A connection to look with, also from another process than the one that runs the job; its cipher or not."""
+        if self._path is None:
+            with self._reading() as connection:
+                yield connection
+            return
+        if not self._path.exists():
+            raise StoreError(f"there is no checkpoint file {self._path}: the job has not run yet, or has another one")
+        with (
+            self._errors(),
+            closing(sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)) as connection,
+        ):
+            if connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
+                raise RestoreError(f"{self._path} is not one of this library's checkpoint files; give another path")
+            yield connection
+
     def _open(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
         if connection is None:
             raise StoreError("the checkpoint file is not open")
@@ -423,6 +567,7 @@ def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
         "memory": [(key, codec.dumps(to_json(node))) for key, node in checkpoint.memory.items() if node.fields],
         "inbox": [_inbox_row(entry) for entry in checkpoint.inbox],
         "covered": [(key, text(message), content) for key, message, content in checkpoint.covered],
+        "retained": [(key, text(message), content) for key, message, content in checkpoint.retained or ()],
         "bad_input": [
             (bad.ordinal, bad.place, bad.reason, bad.raw.encode("utf-8", "surrogatepass"))
             for bad in checkpoint.bad_input
@@ -433,19 +578,3 @@ def _rows(checkpoint: Checkpoint) -> dict[str, Sequence[Row]]:
 def _inbox_row(entry: InboxEntry) -> Row:
     message = None if entry.message is None else text(entry.message)
     return (entry.ordinal, entry.key, message, codec.dumps(entry.tree), entry.parked)
-
-
-def _write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Run *statement* with many rows at a time.
-
-    Each step of a statement waits for the interpreter lock, which costs up to 5 ms beside a busy event loop. Few sizes,
-    because each makes a statement that SQLite keeps prepared.
-    """
-    start = 0
-    for size in _ROWS:
-        while len(rows) - start >= size:
-            chunk = rows[start : start + size]
-            row = f"({', '.join('?' * len(chunk[0]))})"
-            values = list(itertools.chain.from_iterable(chunk))
-            connection.execute(statement.format(", ".join([row] * size)), values)
-            start += size

@@ -7,7 +7,7 @@ are positions, it is the number of the input record, and so the id. Otherwise it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dalsegno.core import codec
 from dalsegno.core.claims import Recorded
@@ -23,10 +23,19 @@ from dalsegno.runners.report import RunReport
 from dalsegno.runners.sources import Source
 
 
+class Covering(NamedTuple):
+    """Ids of recorded messages that a checkpoint covers."""
+
+    leftovers: list[str]
+    """What a crash left in the store."""
+    retained: list[str]
+    """What is kept in the store."""
+
+
 class Identities:
     """If the source may reorder, *release* is given each admitted entry when it is its turn, and *fail* what fails.
 
-    *held* says of a key whether messages of it may be set aside and not in memory.
+    *held* says of a key whether messages of it may be set aside and not in memory. So many checkpoints are kept.
     """
 
     def __init__(
@@ -42,6 +51,7 @@ class Identities:
         release: Callable[[Any], None],
         fail: Callable[[BaseException], None],
         held: Callable[[bytes], bool],
+        kept_checkpoints: int = 1,
     ) -> None:
         self._job = job
         self._ids = ids
@@ -67,6 +77,7 @@ class Identities:
             turns=self.turns,
             next_id=self._next_id,
             find_set_aside=self._find_set_aside,
+            checkpoints=kept_checkpoints,
         )
         self.known = self.intake.known
         self._read_before = 0
@@ -105,22 +116,27 @@ class Identities:
         listed = self._checkpoints.covered()
         self._listed = {covered[:2] for covered in listed}
         if self.known is not None:
+            oldest = self._checkpoints.oldest()
+            of_kept = self._checkpoints.covered_since(oldest)
+            for number in range(oldest, last.number):
+                self.known.restore(of_kept.get(number, ()))
             self.known.restore(listed)
 
-    def sort_out(self, key: bytes, history: Mapping[str, list[TaskActionState]]) -> list[str]:
+    def sort_out(self, key: bytes, history: Mapping[str, list[TaskActionState]]) -> Covering:
         """Take in what is recorded of a key, in recorded order; the ids of what the last checkpoint covers already."""
-        leftovers, recorded = [], []
+        covering, recorded = Covering([], []), []
         for message, states in history.items():
             if self._in_inbox(key, message):
                 recorded.append(Recorded(message, None))
             elif self._is_covered(key, message):
-                leftovers.append(message)
+                retained = self._checkpoints.find_finished(key, message)
+                (covering.leftovers if retained is None or retained.pruned else covering.retained).append(message)
             else:
                 self.recovery.expect(key, message, states)
                 recorded.append(Recorded(message, content_of(states) if self._ids.kind == CONTENT else None))
         if recorded and self.turns is not None:
             self.turns.expect(key, recorded)
-        return leftovers
+        return covering
 
     def settle(self, before: str) -> None:
         """All that is recorded was sorted out. Ids were made as *before* says, and are from now on made as they are.
@@ -144,7 +160,7 @@ class Identities:
             return self._number(message) < self._read_before
         if self._ids.kind == CONTENT:  # a number that is recorded is not given to another message
             self._last_id = max(self._last_id, self._number(message))
-        return (key, message) in self._listed
+        return (key, message) in self._listed or self._checkpoints.find_finished(key, message) is not None
 
     def _number(self, message: str) -> int:
         if not message.isdecimal():
@@ -172,11 +188,15 @@ class Identities:
 
     # To the checkpoint file and back.
 
-    def fill(self, checkpoint: Checkpoint, covered: list[tuple[bytes, str]]) -> None:
-        """Put into a checkpoint that covers the messages *covered* what is needed to tell who is who after it."""
+    def fill(self, checkpoint: Checkpoint, covered: list[tuple[bytes, str]], *, retain: bool) -> None:
+        """Put into a checkpoint that covers the messages *covered* what is needed to tell who is who after it.
+
+        *retain* says whether they are to be retained in the store, see `dalsegno.runners.retention`.
+        """
         checkpoint.ids, checkpoint.numbered = self._ids.recorded, self._last_id + 1
-        if not self.by_position:
-            checkpoint.covered = self.intake.covering(covered)
+        listed = self.intake.covering(covered) if retain or not self.by_position else []
+        checkpoint.covered = [] if self.by_position else listed
+        checkpoint.retained = listed if retain else None
         checkpoint.bad_input, self.intake.bad = self.intake.bad, []
 
     def inbox_entry(self, number: int, message: Message, parked: str | None) -> InboxEntry:

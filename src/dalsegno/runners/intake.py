@@ -9,6 +9,7 @@ with its id has recorded.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -31,10 +32,12 @@ _logger = logging.getLogger("dalsegno")
 class KnownMessages:
     """The messages, by key and id, that must not be taken in a second time, with the fingerprints of their contents."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: int) -> None:
+        self._checkpoints = checkpoints
+        """How many can be restored; a message must be known as long as one of them does not cover it."""
         self._contents: dict[tuple[bytes, str], str] = {}
-        self._covered: list[tuple[bytes, str]] = []
-        """Those that the last completed checkpoint lists as covered."""
+        self._covered: deque[list[tuple[bytes, str]]] = deque()
+        """Those that the last completed checkpoints were the first to cover, one list for each of these."""
 
     def find(self, key: bytes, message: str) -> str | None:
         return self._contents.get((key, message))
@@ -47,22 +50,24 @@ class KnownMessages:
         self._contents.pop((message.key_bytes, message.id), None)
 
     def restore(self, covered: Iterable[CoveredMessage]) -> None:
-        for key, message, content in covered:
-            self._contents[key, message] = content or ""
-            self._covered.append((key, message))
+        """What one checkpoint was the first to cover; those of earlier ones first."""
+        listed = [*covered]
+        self._contents.update({(key, message): content or "" for key, message, content in listed})
+        self._covered.append([(key, message) for key, message, _ in listed])
 
     def completed(self, messages: list[tuple[bytes, str]]) -> None:
         """A checkpoint that lists *messages* as covered is completed."""
-        for which in self._covered:
-            self._contents.pop(which, None)
-        self._covered = messages
+        self._covered.append(messages)
+        while len(self._covered) > self._checkpoints:
+            for which in self._covered.popleft():
+                self._contents.pop(which, None)
 
 
 class Intake:
     """Makes messages of one source's records.
 
     *next_id* gives a number that no message of the job had as its id; *find_set_aside* finds messages that `known` was
-    told to forget.
+    told to forget; so many *checkpoints* can be restored.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Intake:
         turns: Turns | None,
         next_id: Callable[[], int],
         find_set_aside: FindSetAside,
+        checkpoints: int,
     ) -> None:
         self._source = source
         self._key_of = key_of
@@ -88,7 +94,7 @@ class Intake:
         self._turns = turns
         self._next_id = next_id
         self._find_set_aside = find_set_aside
-        self.known = KnownMessages() if ids.kind not in (POSITION, CONTENT) else None
+        self.known = KnownMessages(checkpoints) if ids.kind not in (POSITION, CONTENT) else None
         """None if ids are made so that no two messages have the same."""
         self.bad: list[BadRecord] = []
         """Records that were set aside since the last checkpoint."""
@@ -107,7 +113,7 @@ class Intake:
         return None
 
     def covering(self, messages: Iterable[tuple[bytes, str]]) -> list[CoveredMessage]:
-        """What a checkpoint that covers *messages* is to list."""
+        """What a checkpoint that is the first to cover *messages* is to list."""
         find = self.known.find if self.known is not None else _unknown
         return [CoveredMessage(key, message, find(key, message)) for key, message in messages]
 

@@ -54,6 +54,7 @@ class KafkaSink(Sink):
     """
 
     exactly_once: ClassVar[bool] = True
+    goes_back: ClassVar[bool] = False
     checkpoint_interval: ClassVar[float | None] = 1.0
 
     def __init__(

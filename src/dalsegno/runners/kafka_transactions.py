@@ -15,6 +15,7 @@ One thread at a time uses it, but for `interrupt`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import threading
 import time
@@ -115,7 +116,10 @@ class Transactions:
         """How long it may wait for a broker after that and after it was interrupted."""
         self._wake = threading.Event()
         self._admin: AdminClient | None = None
-        self._consumer: Consumer | None = None
+        self._settled: Consumer | None = None
+        """Reads the marker when no transaction is open that may change it; else it waits for its end."""
+        self._present: Consumer | None = None
+        """Reads it as it is."""
         self._producer: Producer | None = None
         self._written = -1
         """The last batch that is known to be written by this run, or before it."""
@@ -141,11 +145,12 @@ class Transactions:
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
-        consumer, self._consumer = self._consumer, None
+        consumers, self._settled, self._present = (self._settled, self._present), None, None
         if producer is not None:
             _throw_away(producer)
-        if consumer is not None:
-            consumer.close()
+        for consumer in consumers:
+            if consumer is not None:
+                consumer.close()
 
     # What is there.
 
@@ -165,13 +170,9 @@ class Transactions:
             self.cluster = found.cluster_id
         except KafkaException as error:
             raise StoreError(f"{self._where}: {text_of(error)}") from error
-        consumer = {
-            **self._config,
-            "group.id": self._name,
-            "enable.auto.commit": False,
-            "isolation.level": "read_committed",
-        }
-        self._consumer = made(lambda: Consumer(consumer))
+        own = {**self._config, "group.id": self._name, "enable.auto.commit": False}
+        self._settled = made(lambda: Consumer({**own, "isolation.level": "read_committed"}))
+        self._present = made(lambda: Consumer({**own, "isolation.level": "read_uncommitted"}))
 
     def limit_of(self, topic: str) -> int:
         """The greatest record that *topic* takes, in bytes; StoreError if there is no such topic."""
@@ -206,13 +207,16 @@ class Transactions:
         return limit
 
     def read_marker(self, topic: str) -> Marker | None:
-        """What is committed; waits for a transaction that is just being ended."""
+        """What is committed now. A transaction may be open that changes it, so it decides nothing."""
+        return self._committed(self._present, topic)
+
+    def _committed(self, consumer: Consumer | None, topic: str) -> Marker | None:
         from confluent_kafka import KafkaException
 
-        assert self._consumer is not None
+        assert consumer is not None
         while True:
             try:
-                found = self._consumer.committed([_marker(topic)], REQUEST_SECONDS)[0]
+                found = consumer.committed([_marker(topic)], REQUEST_SECONDS)[0]
             except KafkaException as error:
                 self._wait_for_marker(error)
                 continue
@@ -240,7 +244,7 @@ class Transactions:
 
     def _take_over(self, topic: str, settled: Callable[[Marker | None], int]) -> None:
         self._new_producer()
-        batch = settled(self.read_marker(topic))
+        batch = settled(self._committed(self._settled, topic))
         self._transaction(topic, batch, [])
         self._written, self._doubtful = batch, False
 
@@ -251,16 +255,15 @@ class Transactions:
 
     def _write(self, topic: str, batch: int, outgoing: list[Outgoing]) -> None:
         if self._doubtful:
-            self._own_marker(topic)  # before another run is fenced off
+            self._own(self.read_marker(topic))  # before another run is fenced off
             self._new_producer()
-            self._written, self._doubtful = self._own_marker(topic), False
+            self._written, self._doubtful = self._own(self._committed(self._settled, topic)), False
         if batch > self._written:
             self._transaction(topic, batch, outgoing)
             self._written = batch
 
-    def _own_marker(self, topic: str) -> int:
+    def _own(self, marker: Marker | None) -> int:
         """The batch that this run has written last."""
-        marker = self.read_marker(topic)
         if marker is None or marker.run != self._run:
             raise FencedError(
                 f"another process writes the outputs of {self._name!r} to {self._where}, so this one has stopped. Run "
@@ -302,13 +305,21 @@ class Transactions:
         self._in_steps(producer.init_transactions)
 
     def _transaction(self, topic: str, batch: int, outgoing: list[Outgoing]) -> None:
-        producer, consumer = self._producer, self._consumer
+        from confluent_kafka import KafkaException
+
+        producer, consumer = self._producer, self._settled
         assert producer is not None
         assert consumer is not None
         self._undelivered = None
         producer.begin_transaction()
         for record in outgoing:
             self._produce(producer, record)
+        # Before the marker: setting it blocks for a minute while no broker answers, whatever its time limit is.
+        while producer.flush(_STEP_SECONDS):
+            self._check_interrupted("records are not yet acknowledged")
+            self._warn("records are not yet acknowledged")
+        if self._undelivered is not None:
+            raise KafkaException(self._undelivered[0])
         at = _marker(topic, batch, self._run)
         group = consumer.consumer_group_metadata()
         self._in_steps(lambda seconds: producer.send_offsets_to_transaction([at], group, seconds))
@@ -411,6 +422,9 @@ def _marker(topic: str, batch: int | None = None, run: str = "") -> TopicPartiti
 
 
 def _throw_away(producer: Producer) -> None:
-    """What it has not written is written by another one, or not at all."""
+    """What it has begun is ended if a broker answers, so that it holds up no reader; else by the next producer."""
+    from confluent_kafka import KafkaException
+
     producer.purge()
-    producer.close()
+    with contextlib.suppress(KafkaException):  # there is none to end, or no broker: its close() would wait for one
+        producer.abort_transaction(_STEP_SECONDS)

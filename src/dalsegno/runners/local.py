@@ -20,10 +20,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,11 +38,12 @@ from dalsegno.errors import DefinitionError
 from dalsegno.memory import Leaf, Node
 from dalsegno.operate.operator import Operator
 from dalsegno.runners.checkpointer import UNCOVERED
-from dalsegno.runners.checkpoints import CheckpointFile
+from dalsegno.runners.checkpoints import CheckpointFile, CheckpointInfo
 from dalsegno.runners.intake import OnBadInput
 from dalsegno.runners.message_ids import FieldOrFunction, KeyOf, MessageIds
 from dalsegno.runners.pipeline import OnDivergence, OnFailure, Pipeline
 from dalsegno.runners.report import OnProgress, Progress, RunReport
+from dalsegno.runners.retention import Retention
 from dalsegno.runners.sinks import open_sink
 from dalsegno.runners.sources import Source, open_source
 from dalsegno.stores import open_store
@@ -75,6 +76,11 @@ class LocalRunner:
     ``"strict"`` ends the run with `DivergenceError`, before anything executes; ``"rerun"`` goes on with a warning:
     recorded calls that the code still makes keep their answers, the others are given up, new ones are executed.
 
+    *keep_checkpoints* is how many of the last checkpoints can be restored: what they need stays in the store. *restore*
+    is the number of one of them, see `checkpoints`: the next run goes back to it, cuts the sink back and reads the
+    input again from there; what is recorded since is replayed, not executed. *keep_history* is how long finished
+    messages stay in the store for `dalsegno show` after a checkpoint covers them; they are never replayed.
+
     Raises `DefinitionError` for a wrong agent or option.
     """
 
@@ -92,13 +98,18 @@ class LocalRunner:
         max_attempts: int | None = None,
         on_divergence: OnDivergence = "strict",
         cipher: PayloadCipher | None = None,
+        keep_checkpoints: int = 1,
+        keep_history: timedelta | None = None,
+        restore: int | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         self.job = _checked_job(job)
         _check_options(max_in_flight, checkpoint_interval, linger, on_failure, max_attempts, on_divergence)
+        self._retention = _checked_retention(keep_checkpoints, keep_history)
+        self._go_back_to = _checked_restore(restore)
         self._store = open_store(store if store is not None else f"sqlite:///{default_store_path(job)}")
         self._cipher = _checked_cipher(cipher, self._store)
-        self._checkpoints = CheckpointFile(self._checkpoint_path(checkpoints), cipher)
+        self._checkpoints = CheckpointFile(checkpoint_path(job, self._store, checkpoints), cipher)
         self._max_in_flight = max_in_flight
         self._interval = checkpoint_interval
         self._linger = linger
@@ -196,6 +207,13 @@ class LocalRunner:
         for key, node in self._checkpoints.memories():
             yield codec.decode(key), _plain(node)
 
+    def checkpoints(self) -> Sequence[CheckpointInfo]:
+        """The checkpoints that *restore* may name, oldest first, also while the job runs.
+
+        Raises `StoreError` if the job has not run yet.
+        """
+        return self._checkpoints.kept()
+
     async def _run(
         self,
         source: object,
@@ -245,6 +263,8 @@ class LocalRunner:
                 max_attempts=self._max_attempts,
                 wait=wait,
                 report=report,
+                retention=self._retention,
+                go_back_to=self._go_back_to,
             )
             refresh = _Refresh(self._pipeline, opened, started, on_progress)
             try:
@@ -252,6 +272,8 @@ class LocalRunner:
                     refresh.start()
                     await self._pipeline.run()
             finally:
+                if self._pipeline.went_back:
+                    self._go_back_to = None
                 refresh.end()
                 self._pipeline = None
         finally:
@@ -259,22 +281,42 @@ class LocalRunner:
             pool.shutdown(wait=False, cancel_futures=True)
         return report
 
-    def _checkpoint_path(self, given: str | os.PathLike[str] | None) -> Path | None:
-        if not self._store.persistent:
-            if given is not None:
-                raise DefinitionError(
-                    "checkpoints= with a store in memory: after a restart they would not fit together; give both a "
-                    "file, or neither"
-                )
-            return None
+
+def checkpoint_path(job: str, store: TaskActionStore, given: str | os.PathLike[str] | None) -> Path | None:
+    """Where the checkpoints of *job* are, None for in memory; *given* is what the user says about it."""
+    if not store.persistent:
         if given is not None:
-            return Path(given)
-        if isinstance(self._store, SqliteStore):
-            stem = self._store.path.with_suffix("") if self._store.path.suffix == ".db" else self._store.path
-            own = stem.name == file_name(self.job)  # as in the default layout
-            name = stem.name if own else f"{stem.name}.{file_name(self.job, longest=80)}"
-            return stem.with_name(f"{name}.checkpoints.db")
-        return Path(".dalsegno") / f"{file_name(self.job)}.checkpoints.db"
+            raise DefinitionError(
+                "checkpoints= with a store in memory: after a restart they would not fit together; give both a "
+                "file, or neither"
+            )
+        return None
+    if given is not None:
+        return Path(given)
+    if isinstance(store, SqliteStore):
+        stem = store.path.with_suffix("") if store.path.suffix == ".db" else store.path
+        own = stem.name == file_name(job)  # as in the default layout
+        name = stem.name if own else f"{stem.name}.{file_name(job, longest=80)}"
+        return stem.with_name(f"{name}.checkpoints.db")
+    return Path(".dalsegno") / f"{file_name(job)}.checkpoints.db"
+
+
+def _checked_retention(keep_checkpoints: object, keep_history: object) -> Retention:
+    if not (type(keep_checkpoints) is int and keep_checkpoints >= 1):
+        raise DefinitionError(f"keep_checkpoints={keep_checkpoints!r}: give a whole number from 1 on")
+    if keep_history is None:
+        return Retention(keep_checkpoints)
+    if not (isinstance(keep_history, timedelta) and keep_history >= timedelta(0)):
+        raise DefinitionError(f"keep_history={keep_history!r}: give a timedelta, or None to keep no history")
+    return Retention(keep_checkpoints, keep_history)
+
+
+def _checked_restore(restore: object) -> int | None:
+    if restore is None:
+        return None
+    if not (type(restore) is int and restore >= 0):
+        raise DefinitionError(f"restore={restore!r}: give the number of a checkpoint, see LocalRunner.checkpoints()")
+    return restore
 
 
 def _check_options(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal
@@ -42,9 +43,10 @@ from dalsegno.runners.parking import Parking
 from dalsegno.runners.quarantine import Quarantine
 from dalsegno.runners.reader import Reader
 from dalsegno.runners.report import ParkedMessage, RunReport
+from dalsegno.runners.retention import Pruner, Retention
 from dalsegno.runners.sinks import Sink
 from dalsegno.runners.sources import Source
-from dalsegno.stores.base import Covered, TaskActionStore
+from dalsegno.stores.base import TaskActionStore
 
 OnFailure = Literal["stop", "park"]
 OnDivergence = Literal["strict", "rerun"]
@@ -53,6 +55,8 @@ _BUFFERED_PER_SLOT = 16
 _MESSAGES_A_TURN = 4
 _DELIVER_SECONDS = 10.0
 """How long a run that is stopped tries to deliver outputs; they are in the checkpoint if it cannot."""
+
+_logger = logging.getLogger("dalsegno")
 
 _late_calls: dict[str, LateCalls] = {}
 """By the identity of a job's store: what the runs of this process left in threads."""
@@ -83,6 +87,8 @@ class Pipeline:
         max_attempts: int | None,
         wait: bool,
         report: RunReport,
+        retention: Retention,
+        go_back_to: int | None,
     ) -> None:
         self.environment = environment
         self.report = report
@@ -96,6 +102,9 @@ class Pipeline:
         self._sink = sink
         sink.belongs_to(job)
         self._owner = owner
+        self._go_back_to = go_back_to
+        self.went_back = False
+        """Whether the checkpoint file is back where it was to go."""
         self._executor = Executor(agent, environment, park_failures=park_failures, max_attempts=max_attempts)
         self._max_attempts = max_attempts
         self._quarantine: Quarantine | None = None
@@ -122,13 +131,15 @@ class Pipeline:
             release=lambda entry: self._reader.take_turn(entry),
             fail=self._fail,
             held=lambda key: self._inbox.is_held(key),
+            kept_checkpoints=retention.checkpoints,
         )
         room = max_in_flight * _BUFFERED_PER_SLOT
         self._inbox = inbox = Inbox(checkpoints, identities, report, room, self._start, lambda: sink.is_full)
         self._parking = Parking(store, environment, inbox, report)
+        self._pruner = Pruner(store, checkpoints, retention, environment.clock)
         self._checkpointer = Checkpointer(
             checkpoints,
-            store,
+            self._pruner,
             source,
             sink,
             identities,
@@ -138,7 +149,7 @@ class Pipeline:
             checkpoint_interval,
             checkpoint_after,
         )
-        self._reader = Reader(source, identities, inbox, self._checkpointer, reading, self._all_came)
+        self._reader = Reader(source, identities, inbox, self._checkpointer, reading, self._all_came, self._pruner)
 
     async def run(self) -> None:
         """Run to the end of the input, to a stop, or to the first failure, which is raised."""
@@ -251,7 +262,7 @@ class Pipeline:
                 f"already dropped what was needed to replay from before checkpoint {pruned}: the checkpoint file is "
                 "older than the store. Put the newer checkpoint file back, or start a new job"
             )
-        if last and pruned < last.number - 1:
+        if last and pruned < self._checkpoints.pruned_before(last):
             raise RestoreError(
                 f"job {self._job!r} would go on from checkpoint {last.number}, but the store was last pruned for "
                 f"checkpoint {pruned}: it is older than the checkpoint file, so what happened since is not recorded in "
@@ -261,10 +272,15 @@ class Pipeline:
         if last is not None:
             self._identities.check_kind(last, any_recorded=bool(keys))
         await self._checkpointer.in_thread(self._sink.open, last.sink if last else None)
+        if self._go_back_to is not None:
+            last = self._go_back(last, self._go_back_to)
+            self.went_back = True
+            await self._checkpointer.in_thread(self._sink.open, last.sink)
         self.environment.check_output = self._sink.check
         if last is None:
             # From now on a restart knows how long the sink was before this job wrote to it.
             last = Checkpoint(0, 0, None, self._sink.snapshot(), ids=self._identities.recorded)
+            last.taken = self._pruner.now()
             self._sink.flush(last.sink)
             self._checkpoints.commit(last)
         else:
@@ -275,8 +291,7 @@ class Pipeline:
         self._identities.restore(last)
         leftovers = await self._claim_recorded(keys)
         self._identities.settle(last.ids)
-        if leftovers or pruned < last.number:
-            await self._store.prune(Covered(last.number, leftovers))
+        await self._pruner.restored(leftovers)
         await self._parking.read_decisions()
         if self._max_attempts is not None and self._checkpoints.begin_run():
             self._quarantine = Quarantine()
@@ -289,10 +304,40 @@ class Pipeline:
         for key in keys:
             state = self._inbox.state_of(key)
             await self._claim(state)
-            for message in self._identities.sort_out(key, state.history):
-                leftovers.append((key, message))
+            covering = self._identities.sort_out(key, state.history)
+            leftovers += [(key, message) for message in covering.leftovers]
+            for message in [*covering.leftovers, *covering.retained]:
                 del state.history[message]
         return leftovers
+
+    def _go_back(self, last: Checkpoint | None, number: int) -> Checkpoint:
+        """Make the kept checkpoint *number* the last one. All that was recorded after it is on record and replayed."""
+        kept = [checkpoint.number for checkpoint in self._checkpoints.kept()] if last else []
+        if last is None or number not in kept:
+            raise _not_kept(self._job, number, kept)
+        if number == last.number:
+            return last
+        if not self._sink.goes_back:
+            raise RestoreError(
+                f"job {self._job!r} cannot go back to checkpoint {number}: what was written to "
+                f"{self._sink.describe()} since cannot be taken back, and would be written twice"
+            )
+        head = self._checkpoints.kept_head(number)
+        if head.ids != self._identities.recorded:
+            raise RestoreError(
+                f"job {self._job!r} cannot go back to checkpoint {number}: the ids of its messages were made as "
+                f"{head.ids!r} then, and would now be made as {self._identities.recorded!r}; give what was given then"
+            )
+        self._checkpoints.go_back(number)
+        _logger.warning(
+            "job %r went back from checkpoint %d to %d: the input from record %d on is read again, and what is recorded"
+            " of it is replayed",
+            self._job,
+            last.number,
+            number,
+            head.read + 1,
+        )
+        return head
 
     def _all_came(self, ordinal: int) -> None:
         """No recorded message is yet to come: the process had read at most so much beyond the last one of them."""
@@ -397,6 +442,21 @@ class Pipeline:
     def worked_off(self) -> tuple[int, int]:
         """How many of the records that were read wait for nothing or for a person, and how many were read."""
         return self.reading.records - min(self._inbox.queued, self.reading.records), self.reading.records
+
+
+def _not_kept(job: str, number: int, kept: list[int]) -> RestoreError:
+    if not kept:
+        return RestoreError(f"job {job!r} cannot go back to checkpoint {number}: it has not taken one yet")
+    if number > kept[-1]:
+        what = f"its last checkpoint is {kept[-1]}"
+    else:
+        what = (
+            f"the oldest checkpoint that is kept is {kept[0]}, and what was needed to replay from before that is gone"
+        )
+    return RestoreError(
+        f"job {job!r} cannot go back to checkpoint {number}: {what}. Restore one from {kept[0]} to {kept[-1]}, and "
+        "keep more of them with keep_checkpoints (--keep-checkpoints)"
+    )
 
 
 def _work_on(state: KeyState) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dalsegno.runners.checkpointer import UNCOVERED, Checkpointer, Reading
 from dalsegno.runners.identities import Identities
 from dalsegno.runners.inbox import Entry, Inbox
+from dalsegno.runners.retention import Pruner
 from dalsegno.runners.sources import NO_RECORD, Source
 
 
@@ -25,6 +26,7 @@ class Reader:
         checkpointer: Checkpointer,
         reading: Reading,
         all_came: Callable[[int], None],
+        pruner: Pruner,
     ) -> None:
         self._source = source
         self._identities = identities
@@ -32,6 +34,7 @@ class Reader:
         self._checkpointer = checkpointer
         self._reading = reading
         self._all_came = all_came
+        self._pruner = pruner
         self._turns = identities.turns
         self._admit = inbox.queue if self._turns is None else self._hold_back
         self._reordered: set[bytes] = set()
@@ -62,6 +65,8 @@ class Reader:
         async for item in await self._source.open(self._reading.position):
             message = None if item.value is NO_RECORD else intake.message_of(item)
             if message is not None:
+                if intake.known is not None:
+                    await self._pruner.make_way(message.key_bytes, message.id)
                 while inbox.is_full:
                     await self._wait_for_room()
                 ordinal = item.ordinal if by_position else identities.next_number()

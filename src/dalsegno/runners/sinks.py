@@ -39,6 +39,9 @@ class Sink(ABC):
 
     exactly_once: ClassVar[bool]
     """Whether each output counts once however often the job crashes. If not, some can be passed on again."""
+
+    goes_back: ClassVar[bool] = True
+    """Whether it can be opened with the snapshot in an older checkpoint than the last completed one."""
     checkpoint_interval: ClassVar[float | None] = None
     """Seconds between checkpoints that fit the sink, for a runner that is not given any; None: it does not matter."""
 

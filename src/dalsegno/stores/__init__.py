@@ -1,13 +1,14 @@
 """Where task action states are kept: `open_store` chooses by URL.
 
 Modules: ``base`` is the contract, ``memory`` its model, ``sqlite`` the embedded default, ``kafka`` a topic for each
-job, ``wrapping`` the base of stores around another one. A store of another package registers the scheme of its URLs as
-an entry point of the group ``dalsegno.stores``; its object takes the URL and returns a `TaskActionStore`. Whether it
-keeps the contract is what `dalsegno.testing.stores` tests.
+job, ``postgres`` tables of a database, ``wrapping`` the base of stores around another one. A store of another package
+registers the scheme of its URLs as an entry point of the group ``dalsegno.stores``; its object takes the URL and
+returns a `TaskActionStore`. Whether it keeps the contract is what `dalsegno.testing.stores` tests.
 """
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
@@ -22,14 +23,16 @@ ENTRY_POINTS = "dalsegno.stores"
 def open_store(url: str | TaskActionStore) -> TaskActionStore:
     """The store that *url* names, not yet open; a store is returned as it is.
 
-    ``memory://``, ``sqlite:///relative.db``, ``sqlite:////absolute.db``, ``kafka://host:port/prefix``, or the
-    scheme of an installed package. Raises `DefinitionError` for anything else.
+    ``memory://``, ``sqlite:///relative.db``, ``sqlite:////absolute.db``, ``kafka://host:port/prefix``,
+    ``postgresql://user@host/database``, or the scheme of an installed package. Raises `DefinitionError` for
+    anything else.
     """
     if isinstance(url, TaskActionStore):
         return url
     if not isinstance(url, str):
         raise DefinitionError(f"a store is a URL or a TaskActionStore, not {url!r} ({type(url).__name__})")
     scheme, separator, rest = url.partition("://")
+    shown = _without_password(url)
     if not separator:
         raise DefinitionError(f"{url!r} is not the URL of a store; for a file write {f'sqlite:///{url}'!r}")
     if scheme in _BUILT_IN:
@@ -37,8 +40,13 @@ def open_store(url: str | TaskActionStore) -> TaskActionStore:
     registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if scheme not in registered:
         known = ", ".join(f"{name}://" for name in sorted({*_BUILT_IN, *registered}))
-        raise DefinitionError(f"no store is registered for {url!r}; there are {known}. Is a package not installed?")
+        raise DefinitionError(f"no store is registered for {shown!r}; there are {known}. Is a package not installed?")
     return _third_party(registered[scheme], url)
+
+
+def _without_password(url: str) -> str:
+    """*url* as a message may show it."""
+    return re.sub(r"(?<=://)([^/?#:@]*):[^/?#]*@", r"\1:...@", url.partition("?")[0])
 
 
 def _memory(url: str, rest: str) -> TaskActionStore:
@@ -77,7 +85,25 @@ def _kafka(url: str, rest: str) -> TaskActionStore:
     return KafkaStore(url)
 
 
-_BUILT_IN = {"memory": _memory, "sqlite": _sqlite, "kafka": _kafka}
+def _postgres(url: str, rest: str) -> TaskActionStore:
+    try:
+        from dalsegno.stores.postgres import PostgresStore
+    except ImportError as error:  # also psycopg without a library to talk with
+        if error.name is not None and error.name.partition(".")[0] != "psycopg":
+            raise
+        raise DefinitionError(
+            "the PostgreSQL store needs the package psycopg: pip install 'dalsegno[postgres]'"
+        ) from error
+    return PostgresStore(url)
+
+
+_BUILT_IN = {
+    "memory": _memory,
+    "sqlite": _sqlite,
+    "kafka": _kafka,
+    "postgresql": _postgres,
+    "postgres": _postgres,
+}
 
 
 def _third_party(point: EntryPoint, url: str) -> TaskActionStore:
@@ -85,8 +111,10 @@ def _third_party(point: EntryPoint, url: str) -> TaskActionStore:
     try:
         factory = point.load()
     except (ImportError, AttributeError) as error:
-        raise DefinitionError(f"the store of {url!r}, {origin}, cannot be imported: {error}") from error
+        raise DefinitionError(
+            f"the store of {_without_password(url)!r}, {origin}, cannot be imported: {error}"
+        ) from error
     store = factory(url)
     if not isinstance(store, TaskActionStore):
-        raise DefinitionError(f"{origin} made {store!r} of {url!r}, which is not a TaskActionStore")
+        raise DefinitionError(f"{origin} made {store!r} of {_without_password(url)!r}, which is not a TaskActionStore")
     return store

@@ -19,6 +19,7 @@ from dalsegno.core import codec
 from dalsegno.core.watch import Watch
 from dalsegno.runners.local import LocalRunner
 from dalsegno.runners.report import RunReport
+from dalsegno.runners.sinks import Sink
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
 from dalsegno.stores.memory import MemoryStore
@@ -87,6 +88,9 @@ class Lives:
     def watch(self, life: Life) -> Watch:
         return LifeWatch(life)
 
+    def sink(self, life: Life) -> Sink:
+        return KeptOutputs(life)
+
     def live(self, strike: Strike | None = None) -> Ended:
         """One life, to its crash or to its end."""
         random.seed(f"{self.world.seed} {len(self.world.lives)}")
@@ -109,7 +113,7 @@ class Lives:
         checkpoints.life = life
         runner._checkpoints = checkpoints
         with looking_out(life):
-            run = asyncio.ensure_future(runner.run_async(self.job.inputs, KeptOutputs(life), key=self.job.key))
+            run = asyncio.ensure_future(runner.run_async(self.job.inputs, self.sink(life), key=self.job.key))
             over = asyncio.ensure_future(life.over.wait())
             await asyncio.wait([run, over], return_when=asyncio.FIRST_COMPLETED)
             if life.dead:

@@ -45,7 +45,7 @@ _ADVICE = {
     KafkaError._TRANSPORT: "no broker can be reached: see to it that they run and that host and port are right",
     KafkaError._ALL_BROKERS_DOWN: "no broker can be reached: see to it that they run and that host and port are right",
     KafkaError._TIMED_OUT: "the brokers did not answer in time: see whether they are well",
-    KafkaError._MSG_TIMED_OUT: "the brokers did not take it in time: see whether they are well",
+    KafkaError._MSG_TIMED_OUT: "the brokers did not take it in time: see whether they run and have room on their disks",
     KafkaError.NOT_ENOUGH_REPLICAS: "too few replicas are in sync: see whether all brokers run",
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "the user needs the rights to describe, read, write, create and delete "
     "records of the topics of this prefix",
@@ -105,8 +105,9 @@ class Topic:
     """What the brokers say of a topic."""
 
     name: str
-    id: str
     partitions: int
+    ready: bool
+    """Whether each partition has a leader."""
     replicas: int
     config: Mapping[str, str]
 
@@ -122,6 +123,7 @@ class Cluster:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._refused: KafkaError | None = None
+        self._connected = False
         with errors(settings, "make a client with these settings"):
             self._admin = AdminClient(
                 {**settings.common(), "error_cb": self.trouble, "log_level": 4},  # type: ignore[dict-item]
@@ -130,7 +132,8 @@ class Cluster:
 
     def trouble(self, error: KafkaError) -> None:
         """What the client library calls with errors that it goes on after, for ever."""
-        if error.code() in _REFUSED:
+        # A handshake may fail when a broker goes away as well; before the first answer it is the settings.
+        if error.code() in _REFUSED and not (self._connected and error.code() == KafkaError._SSL):
             self._refused = error
         else:
             client_logger.info("%s: %s", self.settings, error.str())
@@ -145,7 +148,9 @@ class Cluster:
         deadline = time.monotonic() + self.settings.timeout
         while True:
             try:
-                self._admin.list_topics(topic="__dalsegno", timeout=1)
+                # Of all topics: to ask for one that is not there may create it.
+                self._admin.list_topics(timeout=min(self.settings.timeout, 5))
+                self._connected = True
                 return
             except KafkaException as error:
                 self._admin.poll(0)
@@ -175,12 +180,11 @@ class Cluster:
             if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 return None
             raise explained(self.settings, f"describe topic {name}", error.args[0]) from error
-        ready = [partition for partition in described.partitions if partition.leader is not None]
         return Topic(
             name,
-            str(described.topic_id),
-            len(ready),
-            min((len(partition.replicas) for partition in ready), default=0),
+            len(described.partitions),
+            all(partition.leader is not None and partition.leader.id >= 0 for partition in described.partitions),
+            min((len(partition.replicas) for partition in described.partitions), default=0),
             {entry.name: entry.value for entry in config.values() if entry.value is not None},
         )
 
@@ -190,9 +194,11 @@ class Cluster:
         if found is None:
             self._create(name)
         deadline = time.monotonic() + self.settings.timeout
-        while found is None or found.partitions == 0:
+        while found is None or not found.ready:
             if time.monotonic() > deadline:
-                raise StoreError(f"{self.settings}: topic {name} was created, but its partitions have no leader yet")
+                raise StoreError(
+                    f"{self.settings}: partitions of topic {name} have no leader: see whether all brokers run"
+                )
             time.sleep(0.05)
             found = self.describe(name)
         return found
@@ -282,7 +288,9 @@ class Cluster:
     def forget(self, group: str) -> None:
         """Forget what is kept under the name *group*; the brokers do so by themselves after some days."""
         with suppress(KafkaException):
-            self._await(self._admin.delete_consumer_groups([group], request_timeout=self.settings.timeout)[group])
+            self._await(
+                self._admin.delete_consumer_groups([group], request_timeout=min(self.settings.timeout, 2))[group]
+            )
 
     def _patiently(self, doing: str, ask: Callable[[], _T]) -> _T:
         """Ask again while a broker or its partitions are on the move."""

@@ -69,9 +69,8 @@ class OwnedJob:
 
     def _own(self, worker: Worker) -> Writer:
         """Become the one who writes as *worker*."""
-        writer = Writer(
-            self.settings, self._cluster, f"{self.topic}.{worker.index}-of-{worker.of}", self._largest - OVERHEAD // 2
-        )
+        name = f"{self.topic}.{worker.index}-of-{worker.of}"
+        writer = Writer(self.settings, self._cluster, name, self._largest - OVERHEAD // 2)
         writer.own()
         return writer
 
@@ -111,8 +110,8 @@ class OwnedJob:
         if not 0 < state.partitions < topic.partitions:
             raise StoreError(
                 f"{self.settings}: topic {topic.name} has {topic.partitions} partitions, but the records of job"
-                f" {self.job!r} are in {state.partitions} and one more: it is not the topic that the job began with, or"
-                " some of them have no leader. A topic needs at least 2"
+                f" {self.job!r} are in {state.partitions} and one more: it is not the topic that the job began with. A"
+                " topic needs at least 2"
             )
 
     @property
@@ -184,11 +183,13 @@ class OwnedJob:
 
     def _check_place(self, partition: int, offset: int) -> None:
         if offset <= self._last.get(partition, -1):
-            raise StoreError(
+            error = StoreError(
                 f"{self.settings}: topic {self.topic}, partition {partition}: what was written now is at offset"
                 f" {offset}, what was written before at {self._last[partition]}: the topic was deleted and created"
                 " anew, so what was recorded is lost. Start the job again: it will say what it misses"
             )
+            self._writer.give_up(error)
+            raise error
         self._last[partition] = offset
 
     def _add(self, written: Iterable[tuple[int, Blob]]) -> None:
@@ -233,10 +234,18 @@ class OwnedJob:
         self._see([self.log.partition(key)])
         return self._states(key, task, open_body)
 
-    def nothing_of(self, key: bytes) -> bool:
-        """Whether it is known without waiting for anything that nothing is recorded of *key*."""
+    def claim_at_once(self, key: bytes, open_body: OpenBody | None) -> list[TaskActionState] | None:
+        """What `claim` gives, if it is known without waiting for anything."""
         view = self.log.view(key)
-        return self.worker.of == 1 and view.loaded and key not in view.keys
+        if not view.loaded or not view.lock.acquire(blocking=False):
+            return None
+        try:
+            records = view.list(key)
+        finally:
+            view.lock.release()
+        if self.worker.of > 1:
+            self._mine.add(key)
+        return fold(records, open_body) if records else []
 
     def _states(self, key: bytes, task: str | None, open_body: OpenBody | None) -> list[TaskActionState]:
         view = self.log.view(key)

@@ -77,7 +77,8 @@ class KafkaStore(TaskActionStore):
 
     async def claim(self, key: bytes) -> builtins.list[TaskActionState]:
         job, _, reader = self._opened()
-        return [] if job.nothing_of(key) else await _run(reader, job.claim, key, self.open_body)
+        known = job.claim_at_once(key, self.open_body)
+        return await _run(reader, job.claim, key, self.open_body) if known is None else known
 
     async def put(self, records: Sequence[Record]) -> None:
         job, writer, _ = self._opened()

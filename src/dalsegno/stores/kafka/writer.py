@@ -156,6 +156,10 @@ class Writer:
             raise failure
         raise _Aborted(failure)
 
+    def give_up(self, error: StoreError) -> None:
+        """Write nothing more; every `write` from now on raises *error*."""
+        self._broken = error
+
     def close(self) -> None:
         # What is left in its queues belongs to no transaction that will ever be committed.
         with suppress(*ERRORS):
