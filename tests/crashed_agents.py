@@ -16,6 +16,7 @@ from dalsegno import (
     IdempotencyKey,
     InputEvent,
     OutputEvent,
+    RetryPolicy,
     RunnerContext,
     action,
 )
@@ -72,6 +73,15 @@ class Reviewer(Agent):
         ctx.send_event(OutputEvent(output=[event.text, event.receipt, one, other, sent]))
 
 
+class Asking(Agent):
+    """Waits for nothing but models, so each run takes the same steps."""
+
+    @action(InputEvent)
+    async def ask(self, event: InputEvent, ctx: RunnerContext) -> None:
+        answer = await ctx.durable_execute(ask, event.input["text"], effect="read")
+        ctx.send_event(OutputEvent(output=await ctx.durable_execute(ask, answer, effect="read")))
+
+
 class Unsettled(Agent):
     """Its charge is in doubt after a crash, and nobody can tell."""
 
@@ -105,6 +115,25 @@ class Failing(Agent):
     async def look_up(self, event: InputEvent, ctx: RunnerContext) -> None:
         found = await ctx.durable_execute(unsteady, [event.input["text"]], effect="read")
         ctx.send_event(OutputEvent(output=found))
+
+
+async def unsteady_model(question: str) -> str:
+    if random.random() < 0.5:
+        raise ConnectionError("the provider is down")
+    return f"{question}? {random.random()}"
+
+
+class Waits(Agent):
+    """Asks for the time, sleeps, and waits between attempts."""
+
+    @action(InputEvent)
+    async def wait(self, event: InputEvent, ctx: RunnerContext) -> None:
+        began = await ctx.now()
+        await ctx.sleep(30)
+        retry = RetryPolicy(attempts=20, backoff=0.5, max_backoff=4)
+        answer = await ctx.durable_execute(unsteady_model, began.isoformat(), effect="read", retry=retry)
+        ctx.short_term_memory.set("answer", answer)
+        ctx.send_event(OutputEvent(output=[began, answer, await ctx.now()]))
 
 
 # Mistakes of users.

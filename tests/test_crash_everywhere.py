@@ -12,7 +12,17 @@ import pytest
 from dalsegno import DefinitionError
 from dalsegno.testing import CrashTestFailed, crash_everywhere
 from dalsegno.testing.virtual_loop import VirtualLoop
-from tests.crashed_agents import MISTAKES, ActsBesideTheRecord, Failing, Plain, Reviewer, Unsettled, inputs, outside
+from tests.crashed_agents import (
+    MISTAKES,
+    ActsBesideTheRecord,
+    Failing,
+    Plain,
+    Reviewer,
+    Unsettled,
+    Waits,
+    inputs,
+    outside,
+)
 
 STORES = ["memory://", "sqlite:///{folder}/agent.db"]
 
@@ -27,6 +37,13 @@ def test_a_right_agent_survives(agent: Any, store: str) -> None:
     assert report.cases > 2 * len(report.boundaries)
     assert report.parked == 0
     assert report.pairs_run == 40 < report.pairs_possible
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jumps", [0.0, 7200.0])
+def test_a_clock_that_jumps_changes_no_decision(jumps: float) -> None:
+    report = crash_everywhere(Waits, inputs(3, keys=2), key="id", pairs=40, clock_jumps=jumps)
+    assert report.cases > 80
 
 
 def test_the_report_counts_what_was_run() -> None:

@@ -40,6 +40,7 @@ MUTATIONS = [
                 "self._checkpointer.cover(state.key, entry.message.id)",
                 """
                 self._checkpointer.cover(state.key, entry.message.id)
+                from dalsegno.stores.base import Covered
                 pruned = self._store.prune(Covered(self._checkpointer.number, [(state.key, entry.message.id)]))
                 asyncio.ensure_future(pruned)
                 """,

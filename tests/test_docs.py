@@ -21,6 +21,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,14 @@ def _environment(folder: Path) -> dict[str, str]:
         "HOME": str(folder.parent),
         "NO_COLOR": "1",
         "COLUMNS": "120",
+        **_plugins(),
     }
+
+
+def _plugins() -> dict[str, str]:
+    """pytest finds the plugin of what is installed; an installation from before there was one needs to be told."""
+    known = {plugin.value for plugin in entry_points(group="pytest11")}
+    return {} if "_dalsegno_pytest" in known else {"PYTEST_PLUGINS": "_dalsegno_pytest"}
 
 
 def _runs(page: Path, done: subprocess.CompletedProcess[str]) -> None:

@@ -45,7 +45,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_every_file_of_the_package_is_in_the_wheel(names: set[str]) -> None:
     source = ROOT / "src"
-    files = {path.relative_to(source).as_posix() for path in (source / "dalsegno").rglob("*") if path.is_file()}
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     wanted = {name for name in files if "__pycache__" not in name}
     assert {name for name in names if ".dist-info/" not in name} == wanted
     assert "dalsegno/py.typed" in wanted

@@ -19,6 +19,7 @@ from dalsegno.core import codec
 from dalsegno.core.watch import Watch
 from dalsegno.runners.local import LocalRunner
 from dalsegno.runners.report import RunReport
+from dalsegno.runners.sinks import Sink
 from dalsegno.stores import open_store
 from dalsegno.stores.base import TaskActionStore
 from dalsegno.stores.memory import MemoryStore
@@ -42,6 +43,7 @@ class Job:
     store: MakeStore = "memory://"
     outside: Outside | None = None
     checkpoint_after: int = 3
+    clock_jumps: float = 0.0
     seed: int = 0
     key: Any = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +88,9 @@ class Lives:
     def watch(self, life: Life) -> Watch:
         return LifeWatch(life)
 
+    def sink(self, life: Life) -> Sink:
+        return KeptOutputs(life)
+
     def live(self, strike: Strike | None = None) -> Ended:
         """One life, to its crash or to its end."""
         random.seed(f"{self.world.seed} {len(self.world.lives)}")
@@ -101,14 +106,14 @@ class Lives:
             loop.close()
 
     async def _live(self, strike: Strike | None, loop: VirtualLoop) -> Ended:
-        life = Life(self.world, strike, loop)
+        life = Life(self.world, strike, loop, self.job.clock_jumps)
         store = WatchedStore(self.store(), life, loop, self._take_over)
-        runner = self._runner(store, self.watch(life), loop)
+        runner = self._runner(store, life, loop)
         checkpoints = WatchedCheckpoints(self.world.checkpoint_file, self.job.options.get("cipher"))
         checkpoints.life = life
         runner._checkpoints = checkpoints
         with looking_out(life):
-            run = asyncio.ensure_future(runner.run_async(self.job.inputs, KeptOutputs(life), key=self.job.key))
+            run = asyncio.ensure_future(runner.run_async(self.job.inputs, self.sink(life), key=self.job.key))
             over = asyncio.ensure_future(life.over.wait())
             await asyncio.wait([run, over], return_when=asyncio.FIRST_COMPLETED)
             if life.dead:
@@ -131,7 +136,7 @@ class Lives:
     def _succeed(self) -> None:
         self.successors.append(self.live())
 
-    def _runner(self, store: TaskActionStore, watch: Watch, loop: VirtualLoop) -> LocalRunner:
+    def _runner(self, store: TaskActionStore, life: Life, loop: VirtualLoop) -> LocalRunner:
         runner = LocalRunner(
             self.job.make_agent(),
             job=self.world.job,
@@ -139,9 +144,9 @@ class Lives:
             checkpoints=self.world.checkpoint_file,
             **self.job.options,
         )
-        runner._watch = watch
+        runner._watch = self.watch(life)
         runner._checkpoint_after = self.job.checkpoint_after
-        runner._clock = lambda: START + timedelta(seconds=loop.time())
+        runner._clock = lambda: START + timedelta(seconds=loop.time() + life.clock_error)
         return runner
 
 

@@ -6,13 +6,16 @@ crashed it returns at once.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dalsegno.effects import current_call
+from dalsegno.testing.lines import Lines
 from dalsegno.testing.watched import acting, calling
 from dalsegno.testing.world import Life
 
@@ -29,12 +32,19 @@ class Outside:
     """Stands for the world that an agent's tools act on. Give it to the tools of a test, and to `crash_everywhere`.
 
     A deed counts once per idempotency key, as with a service that honours it. What a tool does after the crash of its
-    process does not happen.
+    process does not happen. With a *folder* the deeds are lines of a file in it, which outlives a process and is seen
+    by others.
     """
 
-    def __init__(self) -> None:
-        self.deeds: list[Deed] = []
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._deeds: list[Deed] = []
+        self._lines = None if folder is None else _lines_in(folder)
         self._lock = threading.Lock()
+
+    @property
+    def deeds(self) -> Sequence[Deed]:
+        """All that was done, in its order."""
+        return [*self._deeds] if self._lines is None else self._lines.all()
 
     def did(self, what: str, *details: Any) -> None:
         """*what* was done now."""
@@ -49,7 +59,7 @@ class Outside:
         deed = Deed(what, details, key)
         with self._lock:
             if key is None or deed not in self.deeds:
-                self.deeds.append(deed)
+                (self._deeds if self._lines is None else self._lines).append(deed)
 
     def has(self, what: str, *details: Any) -> bool:
         """Whether that was done; what a ``reconcile`` of a test asks."""
@@ -63,7 +73,23 @@ class Outside:
     def reset(self) -> None:
         """Nothing was done yet."""
         with self._lock:
-            self.deeds.clear()
+            self._deeds.clear()
+            if self._lines is not None:
+                self._lines.path.unlink(missing_ok=True)
+
+    @contextmanager
+    def kept_in(self, folder: Path) -> Iterator[None]:
+        """Keep deeds in *folder* for a while, where other processes see them, unless they are kept in one anyway."""
+        before = self._lines
+        self._lines = before or _lines_in(folder)
+        try:
+            yield
+        finally:
+            self._lines = before
+
+
+def _lines_in(folder: str | os.PathLike[str]) -> Lines:
+    return Lines(Path(folder) / "deeds")
 
 
 _WRITES = {"os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copyfile", "shutil.move"}

@@ -54,6 +54,14 @@ class CrashReport:
     pairs_run: int = 0
     parked: int = 0
     """Histories that ended with a message parked as in doubt, as they may."""
+    kills_run: int = 0
+    """Histories in which the lives were real processes."""
+    processes: int = 0
+    """So many there were."""
+    killed: int = 0
+    """Those of which the wait status says that SIGKILL ended them."""
+    part: tuple[int, int] | None = None
+    """Which part of all histories this is, from 0, and of how many."""
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
     seed: int = 0
@@ -70,6 +78,12 @@ class CrashReport:
             f"second crashes during recovery: {self.pairs_run} of {self.pairs_possible} possible (seed {self.seed})",
             f"{self.parked} ended with a message parked as in doubt",
         ]
+        if self.part is not None:
+            lines.insert(0, f"part {self.part[0]} of {self.part[1]}, counted from 0")
+        if self.kills_run:
+            lines.append(
+                f"{self.kills_run} were run in {self.processes} real processes, {self.killed} of which ended by SIGKILL"
+            )
         if self.missed:
             lines.append(f"{self.missed} ended before they came to their boundary")
         if self.failures:

@@ -75,6 +75,7 @@ class WatchedStore(WrappingStore):
             if strike is not None and strike.how == "zombie":
                 self._life.displaced = True
                 self._take_over()
+            self._life.world.tell("putting", [*records])
             with self._loop.while_busy():
                 await super().put(records)
             if self._life.displaced:
@@ -185,18 +186,17 @@ class LifeWatch:
             try:
                 yield
             except Exception:
-                execution.state = "raised"
+                self._life.world.end(execution, "raised")
                 raise
-            execution.state = "returned"
+            self._life.world.end(execution, "returned")
 
     def reconcile(self, place: Place, call: Call, function: Callable[..., Any], is_async: bool) -> Callable[..., Any]:
         where = CallPlace(place.message.key_bytes, place.message.id, place.identity, call.state.number)
         world = self._life.world
 
         def answered(answer: object) -> object:
-            executions = world.executions.get(where, [])
             if isinstance(answer, DidNotHappen):
-                world.settled.add((where, len(executions)))
+                executions = world.settle(where)
                 if any(execution.state == "returned" for execution in executions):
                     world.blame(
                         "your agent",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,9 +22,12 @@ from dalsegno.core.records import CallState, OpenBody, Record, fold
 from dalsegno.core.transitions import CallStatus
 
 Kind = Literal["write", "prune", "checkpoint", "call", "event", "action", "output"]
-How = Literal["before", "after", "failing", "unanswered", "zombie"]
+How = Literal["before", "after", "failing", "unanswered", "zombie", "killed before", "killed after"]
 """What happens at a boundary: a crash before or after it; or, to a write, an error instead of it or after it, or that
-another process takes the job over, and does all of it, before the write is tried."""
+another process takes the job over, and does all of it, before the write is tried. In a history with *killed* its lives
+are real processes."""
+Tell = Callable[..., None]
+"""Takes the name of something that was seen, and what belongs to it."""
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -52,9 +56,21 @@ class Strike(NamedTuple):
     def __str__(self) -> str:
         return f"{self.how} {self.number}"
 
+    @property
+    def is_before(self) -> bool:
+        return self.how.endswith("before")
+
+    @property
+    def is_after(self) -> bool:
+        return self.how.endswith("after")
+
+    @property
+    def kills(self) -> bool:
+        return self.how.startswith("killed")
+
     @classmethod
     def parse(cls, text: str) -> Strike:
-        how, _, number = text.strip().partition(" ")
+        how, _, number = text.strip().rpartition(" ")
         if how not in get_args(How) or not number.isdecimal():
             raise ValueError(f"{text!r} is no crash: write 'before 7' or 'after 7', as the report does")
         return cls(how, int(number))  # type: ignore[arg-type]
@@ -117,6 +133,10 @@ class World:
     """The number of the checkpoint file that the next life uses."""
     clock: float = 0.0
     """Seconds since `START`."""
+    tell: Tell = lambda *_: None
+    """Told of all that is seen, in a life that is a process of its own."""
+    freeze: Callable[[], None] | None = None
+    """Stops the process of such a life for good."""
 
     @property
     def checkpoint_file(self) -> Path:
@@ -133,8 +153,10 @@ class World:
         problem = Problem(promise, text)
         if problem not in self.problems:
             self.problems.append(problem)
+            self.tell("problem", problem)
 
-    def became_durable(self, records: Iterable[Record]) -> None:
+    def became_durable(self, records: Sequence[Record]) -> None:
+        self.tell("durable", [*records])
         for record in records:
             self.log.setdefault((record.key, record.message, record.task), []).append(record)
             self.order.append(record)
@@ -150,7 +172,20 @@ class World:
         execution = Execution(place, about, effect, len(self.lives) - 1)
         self._check_first(execution, before)
         before.append(execution)
+        self.tell("begun", place, about, effect)
         return execution
+
+    def end(self, execution: Execution, state: Literal["returned", "raised"]) -> None:
+        execution.state = state
+        index = next(n for n, each in enumerate(self.executions[execution.place]) if each is execution)
+        self.tell("ended", execution.place, index, state)
+
+    def settle(self, place: CallPlace) -> list[Execution]:
+        """A reconcile has said that a call did not happen; gives the executions that there were."""
+        executions = self.executions.get(place, [])
+        self.settled.add((place, len(executions)))
+        self.tell("settled", place, len(executions))
+        return executions
 
     def _check_first(self, now: Execution, before: Sequence[Execution]) -> None:
         if not before:
@@ -175,7 +210,17 @@ class World:
 class Life:
     """One life in *world*. It is *struck* at one boundary, or lives to its end."""
 
-    def __init__(self, world: World, strike: Strike | None, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        world: World,
+        strike: Strike | None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        clock_jumps: float = 0.0,
+    ) -> None:
+        self._jumps = random.Random(f"{world.seed} clock {len(world.lives)}")
+        self._clock_jumps = clock_jumps
+        self.clock_error = self._jump()
+        """How far, in seconds, the clock on the wall is from the time that has passed."""
         self.world = world
         self.strike = strike
         self.boundaries: list[Boundary] = []
@@ -195,24 +240,34 @@ class Life:
         self.check_alive()
         here = Boundary(next(self._numbers), kind, what)
         self.boundaries.append(here)
+        if self._clock_jumps and here.number % 8 == 0:
+            self.clock_error = self._jump()
+        self.world.tell("boundary", here, self._loop.time() if self._loop is not None else 0.0)
         hit = self.strike if self.strike is not None and self.strike.number == here.number else None
-        if hit is not None and hit.how != "after":
-            self.struck = here
-        if hit is not None and hit.how == "before":
+        if hit is not None and not hit.is_after:
+            self._strike(here)
+        if hit is not None and hit.is_before:
             self.die()
         if kind == "output":
             self.check_may_go_on(f"the output {what}")
         failure: Exception | None = None
         try:
-            yield hit if hit is not None and hit.how not in ("before", "after") else None
+            yield hit if hit is not None and not (hit.is_before or hit.is_after) else None
         except Exception as error:
             failure = error
         self.check_alive()
-        if hit is not None and hit.how == "after":
-            self.struck = here
+        if hit is not None and hit.is_after:
+            self._strike(here)
             self.die()
         if failure is not None:
             raise failure
+
+    def _jump(self) -> float:
+        return self._jumps.uniform(-self._clock_jumps, self._clock_jumps)
+
+    def _strike(self, here: Boundary) -> None:
+        self.struck = here
+        self.world.tell("struck", here)
 
     def check_may_go_on(self, what: str) -> None:
         """Blame a step that the world can tell and that comes although the process must not go on."""
@@ -227,6 +282,9 @@ class Life:
             raise Crashed
 
     def die(self) -> None:
+        if self.world.freeze is not None:
+            self.world.freeze()
         self.dead = True
-        self._loop.call_soon_threadsafe(self.over.set)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.over.set)
         raise Crashed
