@@ -377,7 +377,13 @@ MUTATIONS = [
     ),
     Mutation(
         "what the last checkpoint lists as covered is not played back",
-        [Change("runners/identities.py", "return (key, message) in self._listed", "return False")],
+        [
+            Change(
+                "runners/identities.py",
+                "return (key, message) in self._listed or self._checkpoints.find_finished(key, message) is not None",
+                "return False",
+            )
+        ],
         on_both(
             "test_message_identity.py::test_a_crash_before_the_prune_leaves_nothing_and_the_id_is_still_known",
             "^RestoreError: .*'a', which is recorded, did not come again",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import itertools
 import random
 import secrets
 import sys
@@ -124,13 +125,14 @@ def test_connections_cut_at_any_moment_lose_and_repeat_nothing(postgres_url: str
                     await asyncio.sleep(0.1)
 
             cutting = asyncio.create_task(cut())
-            for number in range(150):
+            for number in itertools.count():
+                if number >= 150 and proxy.connections > 5:  # a quick machine comes to 150 before that
+                    break
                 batch = [step(b"1", f"m{number}", part) for part in range(3)]
                 await store.put(batch)
                 put += batch
             removed = (await store.prune(Covered(1, [(b"1", f"m{number}") for number in range(50)]))).records
             cutting.cancel()
-            assert proxy.connections > 5
             assert removed == 150
             assert await store.list(b"1") == states(put[150:], b"1")
             await store.close()
