@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +73,47 @@ class Reviewer(Agent):
         )
         sent = await ctx.durable_execute(notify, one + other, effect="idempotent")
         ctx.send_event(OutputEvent(output=[event.text, event.receipt, one, other, sent]))
+
+
+async def _stubborn() -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.ensure_future(asyncio.sleep(0))
+
+
+async def ask_with_company(question: str) -> str:
+    """A client that leaves a task running that begins others, and never ends."""
+    stubborn = asyncio.ensure_future(_stubborn())
+    stubborn.add_done_callback(print)
+    return question
+
+
+class LeavesTasks(Agent):
+    """Ends with tasks that will not end, and with others that have not begun."""
+
+    @action(InputEvent)
+    async def ask(self, event: InputEvent, ctx: RunnerContext) -> None:
+        ctx.send_event(
+            OutputEvent(output=await ctx.durable_execute(ask_with_company, event.input["text"], effect="read"))
+        )
+
+
+class LeavesFiles(Agent):
+    """Ends with a connection open, if a crash comes at the right time."""
+
+    @action(InputEvent)
+    async def ask(self, event: InputEvent, ctx: RunnerContext) -> None:
+        await ctx.durable_execute(ask_over_a_connection, event.input["text"], effect="read")
+
+
+async def ask_over_a_connection(question: str) -> str:
+    one, other = socket.socketpair()
+    pool: list[Any] = [one, other]
+    pool.append(pool)  # only the garbage collector finds it
+    await asyncio.sleep(0)
+    one.close()
+    other.close()
+    return question
 
 
 class Asking(Agent):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from tests.crashed_agents import (
     MISTAKES,
     ActsBesideTheRecord,
     Failing,
+    LeavesFiles,
+    LeavesTasks,
     Plain,
     Reviewer,
     Unsettled,
@@ -37,6 +41,19 @@ def test_a_right_agent_survives(agent: Any, store: str) -> None:
     assert report.cases > 2 * len(report.boundaries)
     assert report.parked == 0
     assert report.pairs_run == 40 < report.pairs_possible
+
+
+@pytest.mark.parametrize("agent", [LeavesTasks, LeavesFiles])
+def test_what_a_crash_leaves_behind_is_no_warning_for_whoever_comes_next(agent: Any) -> None:
+    gc.disable()
+    try:
+        crash_everywhere(agent, inputs(1), key="id", pairs=5)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            gc.collect()
+    finally:
+        gc.enable()
+    assert [str(warning.message) for warning in warned] == []
 
 
 @pytest.mark.slow

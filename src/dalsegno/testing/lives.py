@@ -7,8 +7,8 @@ import logging
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +101,7 @@ class Lives:
                     return loop.run_until_complete(self._live(strike, loop))
                 finally:
                     loop.run_until_complete(_throw_away())
+                    _bury(asyncio.all_tasks(loop))
         finally:
             self.world.clock = loop.time()
             loop.close()
@@ -161,6 +162,15 @@ async def _throw_away() -> None:
         for task in left:
             task.cancel()
         await asyncio.sleep(0)
+
+
+def _bury(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """End what still has not ended, or not begun, here and not in whatever the garbage collector interrupts later."""
+    for task in tasks:
+        coroutine = task.get_coro()
+        if isinstance(coroutine, Coroutine):
+            with suppress(BaseException):  # what it raises on its way out concerns nobody any more
+                coroutine.close()
 
 
 @contextmanager
