@@ -110,7 +110,7 @@ async def ask_over_a_connection(question: str) -> str:
     one, other = socket.socketpair()
     pool: list[Any] = [one, other]
     pool.append(pool)  # only the garbage collector finds it
-    await asyncio.sleep(0)
+    await asyncio.sleep(random.random())
     one.close()
     other.close()
     return question

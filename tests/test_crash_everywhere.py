@@ -47,7 +47,7 @@ def test_a_right_agent_survives(agent: Any, store: str) -> None:
 def test_what_a_crash_leaves_behind_is_no_warning_for_whoever_comes_next(agent: Any) -> None:
     gc.disable()
     try:
-        crash_everywhere(agent, inputs(1), key="id", pairs=5)
+        crash_everywhere(agent, inputs(2, keys=2), key="id", pairs=5)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             gc.collect()
